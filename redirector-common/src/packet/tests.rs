@@ -1,0 +1,200 @@
+use std::{net::IpAddr, vec, vec::Vec};
+
+use proptest::prelude::*;
+
+use super::*;
+
+const SOURCE_PORT: u16 = 40_000;
+const DESTINATION_PORT: u16 = 443;
+
+fn tcp_header(flags: u8) -> Vec<u8> {
+    let mut header = vec![0; 20];
+    header[0..2].copy_from_slice(&SOURCE_PORT.to_be_bytes());
+    header[2..4].copy_from_slice(&DESTINATION_PORT.to_be_bytes());
+    header[12] = 5 << 4;
+    header[13] = flags;
+    header
+}
+
+fn v4(options_words: u8, fragment: u16, protocol: u8, payload: &[u8]) -> Vec<u8> {
+    let mut frame = vec![0; 14 + 20 + usize::from(options_words) * 4];
+    frame[12..14].copy_from_slice(&ETH_P_IP.to_be_bytes());
+    frame[14] = 0x40 | (5 + options_words);
+    frame[20..22].copy_from_slice(&fragment.to_be_bytes());
+    frame[23] = protocol;
+    frame[26..30].copy_from_slice(&[10, 0, 0, 1]);
+    frame[30..34].copy_from_slice(&[10, 0, 0, 2]);
+    frame.extend_from_slice(payload);
+    frame
+}
+
+/// Each extension header as (its number, its bytes after the next-header byte).
+fn v6(extensions: &[(u8, Vec<u8>)], last: u8, payload: &[u8]) -> Vec<u8> {
+    let mut frame = vec![0; 14 + 40];
+    frame[12..14].copy_from_slice(&ETH_P_IPV6.to_be_bytes());
+    frame[14] = 0x60;
+    frame[20] = extensions.first().map_or(last, |(number, _)| *number);
+    frame[22] = 0xfd;
+    frame[37] = 1;
+    frame[38] = 0xfd;
+    frame[53] = 2;
+    for (i, (_, bytes)) in extensions.iter().enumerate() {
+        frame.push(extensions.get(i + 1).map_or(last, |(number, _)| *number));
+        frame.extend_from_slice(bytes);
+    }
+    frame.extend_from_slice(payload);
+    frame
+}
+
+fn options(number: u8, units: u8) -> (u8, Vec<u8>) {
+    let mut bytes = vec![0; 7 + usize::from(units) * 8];
+    bytes[0] = units;
+    (number, bytes)
+}
+
+fn fragment(offset_units: u16, more: bool) -> (u8, Vec<u8>) {
+    let field = (offset_units << 3) | u16::from(more);
+    let mut bytes = vec![0; 7];
+    bytes[1..3].copy_from_slice(&field.to_be_bytes());
+    (44, bytes)
+}
+
+fn parse_frame(frame: &[u8]) -> Parsed {
+    parse(u16::from_be_bytes([frame[12], frame[13]]), frame)
+}
+
+fn tcp(frame: &[u8]) -> TcpMeta {
+    match parse_frame(frame) {
+        Parsed::Tcp(tcp) => tcp,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn tcp_is_found_behind_ipv4_options() {
+    for words in [0, 1, 10] {
+        let meta = tcp(&v4(words, 0, 6, &tcp_header(TCP_SYN)));
+        assert_eq!(meta.l4_offset, 34 + u32::from(words) * 4);
+        assert_eq!(
+            (meta.source_port, meta.destination_port),
+            (SOURCE_PORT, DESTINATION_PORT)
+        );
+        assert_eq!(IpAddr::from(meta.source), "10.0.0.1".parse::<IpAddr>().unwrap());
+        assert_eq!(
+            IpAddr::from(meta.destination),
+            "10.0.0.2".parse::<IpAddr>().unwrap()
+        );
+        assert!(meta.v4 && meta.is_initial_syn());
+    }
+}
+
+#[test]
+fn tcp_is_found_behind_ipv6_extension_headers() {
+    let ah = (51, {
+        let mut bytes = vec![0; 23];
+        bytes[0] = 4;
+        bytes
+    });
+    for extensions in [
+        vec![],
+        vec![options(0, 0)],
+        vec![options(60, 3)],
+        vec![options(0, 0), options(43, 2), options(60, 1), options(135, 0)],
+        vec![ah],
+        vec![fragment(0, true)],
+        (0..8).map(|_| options(60, 0)).collect(),
+    ] {
+        let meta = tcp(&v6(&extensions, 6, &tcp_header(TCP_SYN)));
+        let length: usize = extensions.iter().map(|(_, bytes)| bytes.len() + 1).sum();
+        assert_eq!(meta.l4_offset as usize, 54 + length, "{extensions:?}");
+        assert_eq!(
+            IpAddr::from(meta.destination),
+            "fd00::2".parse::<IpAddr>().unwrap()
+        );
+        assert!(!meta.v4);
+    }
+}
+
+#[test]
+fn more_extension_headers_than_are_walked_are_told_apart_from_other_protocols() {
+    let nine: Vec<_> = (0..9).map(|_| options(60, 0)).collect();
+    assert_eq!(
+        parse_frame(&v6(&nine, 6, &tcp_header(TCP_SYN))),
+        Parsed::TooManyHeaders
+    );
+    assert_eq!(parse_frame(&v6(&[options(60, 0)], 17, &[0; 8])), Parsed::Other);
+}
+
+#[test]
+fn later_fragments_have_no_tcp_header() {
+    assert_eq!(parse_frame(&v4(0, 100, 6, &[0xff; 40])), Parsed::Fragment);
+    assert_eq!(
+        parse_frame(&v6(&[fragment(100, false)], 6, &[0xff; 40])),
+        Parsed::Fragment
+    );
+    assert_eq!(
+        parse_frame(&v6(&[fragment(100, false)], 17, &[0xff; 40])),
+        Parsed::Other
+    );
+    // More-fragments and don't-fragment alone are no offset.
+    assert!(matches!(
+        parse_frame(&v4(0, 0x6000, 6, &tcp_header(TCP_SYN))),
+        Parsed::Tcp(_)
+    ));
+}
+
+#[test]
+fn other_protocols_and_short_packets() {
+    for (frame, expected) in [
+        (v4(0, 0, 17, &[0; 8]), Parsed::Other),
+        (v4(0, 0, 1, &[0; 8]), Parsed::Other),
+        (v4(0, 0, 6, &[0; 13]), Parsed::Malformed),
+        (v4(0, 0, 6, &[0; 14]), Parsed::Tcp(tcp(&v4(0, 0, 6, &[0; 14])))),
+        (v4(0, 0, 6, &[])[..33].to_vec(), Parsed::Malformed),
+        (v6(&[], 58, &[0; 8]), Parsed::Other),
+        (v6(&[options(0, 9)], 6, &[])[..60].to_vec(), Parsed::Malformed),
+        (v6(&[], 6, &[])[..53].to_vec(), Parsed::Malformed),
+    ] {
+        // An IPv4 header length below 5 words is malformed whatever follows.
+        if frame[14] >> 4 == 4 && frame.len() > 40 {
+            let mut short = frame.clone();
+            short[14] = 0x44;
+            if short[23] == 6 {
+                assert_eq!(parse_frame(&short), Parsed::Malformed);
+            }
+        }
+        assert_eq!(parse_frame(&frame), expected, "{frame:02x?}");
+    }
+    let mut arp = v4(0, 0, 6, &tcp_header(TCP_SYN));
+    arp[12..14].copy_from_slice(&0x0806_u16.to_be_bytes());
+    assert_eq!(parse_frame(&arp), Parsed::Other);
+}
+
+#[test]
+fn only_a_bare_syn_is_initial() {
+    for flags in 0..=u8::MAX {
+        let initial = tcp(&v4(0, 0, 6, &tcp_header(flags))).is_initial_syn();
+        // PSH, URG, ECE and CWR may come with it.
+        assert_eq!(initial, flags & 0b1_0111 == TCP_SYN, "{flags:08b}");
+    }
+}
+
+proptest! {
+    #[test]
+    fn any_bytes_are_parsed_without_panic(frame in prop::collection::vec(any::<u8>(), 14..200), v6: bool) {
+        let ethertype = if v6 { ETH_P_IPV6 } else { ETH_P_IP };
+        if let Parsed::Tcp(meta) = parse(ethertype, frame.as_slice()) {
+            prop_assert!(meta.l4_offset as usize + 14 <= frame.len());
+            prop_assert_eq!(meta.v4, !v6);
+        }
+    }
+
+    #[test]
+    fn truncation_never_turns_tcp_into_another_connection(units in prop::collection::vec(0_u8..4, 0..8), cut in 0_usize..300) {
+        let extensions: Vec<_> = units.into_iter().map(|units| options(60, units)).collect();
+        let frame = v6(&extensions, 6, &tcp_header(TCP_SYN));
+        let whole = parse_frame(&frame);
+        let part = parse(ETH_P_IPV6, &frame[..cut.min(frame.len()).max(14)]);
+        prop_assert!(part == whole || part == Parsed::Malformed);
+    }
+}

@@ -1,0 +1,331 @@
+//! What becomes of a packet or of a new connection. Pure and total; the programs load, ask here, and act.
+
+use crate::{
+    consts::{DIAL_PORT_FIRST, DIAL_PORT_LAST, PORT_HBONE},
+    maps::{FLAG_LOOKUP_HAS_IFINDEX, FLAG_RELEASING, Listener, PodEntry, Tag},
+    net::Addr,
+    packet::Parsed,
+};
+
+/// Every way in which a program ends; one packet counter each. The order is that of the map, so new ones go last.
+#[repr(u32)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Counter {
+    /// Egress: a new connection captured: its SYN turned back to 15001.
+    EgressCaptured = 0,
+    /// Egress: a later packet of a captured connection turned back.
+    EgressTurnedBack = 1,
+    /// Egress: the proxy's own connection.
+    EgressProxy = 2,
+    /// Egress: a connection that was open before enrolment, or a stray packet.
+    EgressUncaptured = 3,
+    /// Egress: not TCP.
+    EgressOther = 4,
+    /// Egress: a SYN answered with RST, since the proxy is away.
+    EgressRefused = 5,
+    /// Egress: dropped, being unreadable.
+    EgressMalformed = 6,
+    /// Ingress: not a new TCP connection.
+    IngressOther = 7,
+    /// Ingress: a new connection left to the socket lookup.
+    IngressNew = 8,
+    /// Ingress: a new connection from the reserved port range given to 15006 (kernels before 5.17).
+    IngressAssigned = 9,
+    /// Ingress: dropped, claiming to come from the pod itself.
+    IngressSpoofed = 10,
+    /// Ingress: dropped, being unreadable.
+    IngressMalformed = 11,
+    /// Lookup: a captured outbound connection given to 15001.
+    LookupOutbound = 12,
+    /// Lookup: an inbound connection given to 15006.
+    LookupInbound = 13,
+    /// Lookup: an HBONE connection given to 15008.
+    LookupHbone = 14,
+    /// Lookup: the proxy's dial to the application.
+    LookupProxy = 15,
+    /// Lookup: the pod calling itself, or not TCP.
+    LookupOther = 16,
+    /// Lookup: refused with RST, since the proxy is away.
+    LookupRefused = 17,
+    /// Ingress: a new connection refused because the listener of the reserved range is away.
+    IngressRefused = 18,
+}
+
+/// The three programs, as a counter's label.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Program {
+    /// TC egress of the pod's interface.
+    Egress,
+    /// TC ingress of the pod's interface.
+    Ingress,
+    /// SK_LOOKUP of the pod's namespace.
+    Lookup,
+}
+
+impl Program {
+    /// As a label.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Egress => "egress",
+            Self::Ingress => "ingress",
+            Self::Lookup => "lookup",
+        }
+    }
+}
+
+impl Counter {
+    /// All counters, in the order of the map.
+    pub const ALL: [Self; 19] = [
+        Self::EgressCaptured,
+        Self::EgressTurnedBack,
+        Self::EgressProxy,
+        Self::EgressUncaptured,
+        Self::EgressOther,
+        Self::EgressRefused,
+        Self::EgressMalformed,
+        Self::IngressOther,
+        Self::IngressNew,
+        Self::IngressAssigned,
+        Self::IngressSpoofed,
+        Self::IngressMalformed,
+        Self::LookupOutbound,
+        Self::LookupInbound,
+        Self::LookupHbone,
+        Self::LookupProxy,
+        Self::LookupOther,
+        Self::LookupRefused,
+        Self::IngressRefused,
+    ];
+
+    /// Which program counts it, and under what name.
+    pub const fn label(self) -> (Program, &'static str) {
+        match self {
+            Self::EgressCaptured => (Program::Egress, "captured"),
+            Self::EgressTurnedBack => (Program::Egress, "turned_back"),
+            Self::EgressProxy => (Program::Egress, "proxy"),
+            Self::EgressUncaptured => (Program::Egress, "uncaptured"),
+            Self::EgressOther => (Program::Egress, "other"),
+            Self::EgressRefused => (Program::Egress, "refused"),
+            Self::EgressMalformed => (Program::Egress, "malformed"),
+            Self::IngressOther => (Program::Ingress, "other"),
+            Self::IngressNew => (Program::Ingress, "new"),
+            Self::IngressAssigned => (Program::Ingress, "assigned"),
+            Self::IngressSpoofed => (Program::Ingress, "spoofed"),
+            Self::IngressMalformed => (Program::Ingress, "malformed"),
+            Self::IngressRefused => (Program::Ingress, "refused"),
+            Self::LookupOutbound => (Program::Lookup, "outbound"),
+            Self::LookupInbound => (Program::Lookup, "inbound"),
+            Self::LookupHbone => (Program::Lookup, "hbone"),
+            Self::LookupProxy => (Program::Lookup, "proxy"),
+            Self::LookupOther => (Program::Lookup, "other"),
+            Self::LookupRefused => (Program::Lookup, "refused"),
+        }
+    }
+}
+
+/// Egress, first step: the sending socket's tag alone decides for nearly every packet, unread.
+#[inline(always)]
+pub const fn egress_by_tag(tag: Option<Tag>) -> Option<Egress> {
+    match tag {
+        Some(Tag::Proxy) => Some(Egress::Pass(Counter::EgressProxy)),
+        Some(Tag::Captured) => Some(Egress::TurnBack(Counter::EgressTurnedBack)),
+        None => None,
+    }
+}
+
+/// What becomes of a packet that the pod sends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Egress {
+    /// It leaves.
+    Pass(Counter),
+    /// It is dropped.
+    Drop(Counter),
+    /// It goes back into the pod, to the proxy.
+    TurnBack(Counter),
+    /// A new connection: its socket is tagged and the packet turned back, or refused if there is no listener.
+    Capture,
+    /// It goes back if the pod has a socket at its far end, since only a captured connection has one; else it leaves.
+    AskSocketTable,
+}
+
+/// Who sent a packet on egress.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Sender {
+    /// `skb->sk` is a full socket of this pod. It is none, or only a request or TIME_WAIT socket, for a reset, for an answer of
+    /// the handshake, and for a forwarded packet.
+    pub has_socket: bool,
+    /// The packet has the proxy's mark. Applications with CAP_NET_ADMIN can set it too, so it never lets a SYN out.
+    pub has_proxy_mark: bool,
+}
+
+/// The addresses of the pod's interfaces: a map in the programs, a slice in tests.
+pub trait Addresses {
+    /// Whether `address` is one of them.
+    fn owns(&self, address: &Addr) -> bool;
+}
+
+impl Addresses for [Addr] {
+    fn owns(&self, address: &Addr) -> bool {
+        self.contains(address)
+    }
+}
+
+/// Egress, second step: a packet whose socket has no tag.
+#[inline(always)]
+pub fn egress<A: Addresses + ?Sized>(
+    parsed: &Parsed,
+    sender: Sender,
+    pod: &PodEntry,
+    addresses: &A,
+) -> Egress {
+    let tcp = match parsed {
+        Parsed::Tcp(tcp) => tcp,
+        // A captured connection's fragments carry its socket, so its tag has decided before. Another's are its business.
+        Parsed::Other | Parsed::Fragment => return Egress::Pass(Counter::EgressOther),
+        Parsed::Malformed | Parsed::TooManyHeaders => return Egress::Drop(Counter::EgressMalformed),
+    };
+    if tcp.destination.is_loopback() || tcp.source.is_loopback() {
+        return Egress::Pass(Counter::EgressOther);
+    }
+    if tcp.is_initial_syn() {
+        if pod.has(FLAG_RELEASING) {
+            return Egress::Pass(Counter::EgressUncaptured);
+        }
+        // Without a socket it is forwarded for somebody behind the pod, unless it uses the pod's own address.
+        return if sender.has_socket || addresses.owns(&tcp.source) {
+            Egress::Capture
+        } else {
+            Egress::Pass(Counter::EgressUncaptured)
+        };
+    }
+    if sender.has_proxy_mark {
+        return Egress::Pass(Counter::EgressProxy);
+    }
+    Egress::AskSocketTable
+}
+
+/// Egress, last step: whether the pod has a connected socket whose local end is the packet's destination.
+#[inline(always)]
+pub const fn egress_by_socket_table(far_end_is_here: bool) -> Egress {
+    if far_end_is_here {
+        Egress::TurnBack(Counter::EgressTurnedBack)
+    } else {
+        Egress::Pass(Counter::EgressUncaptured)
+    }
+}
+
+/// What becomes of a packet that arrives at the pod.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ingress {
+    /// It goes on.
+    Pass(Counter),
+    /// It is dropped.
+    Drop(Counter),
+    /// It is a new connection that the lookup would take for the proxy's own: 15006 gets it here.
+    AssignInbound,
+}
+
+/// Ingress: guards what the lookup program believes.
+#[inline(always)]
+pub fn ingress<A: Addresses + ?Sized>(parsed: &Parsed, pod: &PodEntry, addresses: &A) -> Ingress {
+    let tcp = match parsed {
+        Parsed::Tcp(tcp) => tcp,
+        Parsed::Other | Parsed::Fragment => return Ingress::Pass(Counter::IngressOther),
+        // The pod's stack refuses malformed packets, but would read more extension headers than we do.
+        Parsed::Malformed => return Ingress::Pass(Counter::IngressOther),
+        Parsed::TooManyHeaders => return Ingress::Drop(Counter::IngressMalformed),
+    };
+    if !tcp.is_initial_syn() {
+        return Ingress::Pass(Counter::IngressOther);
+    }
+    // IPv4 drops a packet from one of the host's own addresses as a martian; IPv6 has no such check.
+    if addresses.owns(&tcp.source) {
+        return Ingress::Drop(Counter::IngressSpoofed);
+    }
+    if !pod.has(FLAG_LOOKUP_HAS_IFINDEX)
+        && !pod.has(FLAG_RELEASING)
+        && is_dial_port(tcp.source_port)
+        && tcp.destination_port != PORT_HBONE
+        && addresses.owns(&tcp.destination)
+    {
+        return Ingress::AssignInbound;
+    }
+    Ingress::Pass(Counter::IngressNew)
+}
+
+/// A new connection for which the kernel looks for a listener.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Lookup {
+    /// The address connected to.
+    pub local: Addr,
+    /// The address it comes from.
+    pub remote: Addr,
+    /// The port connected to, host byte order.
+    pub local_port: u16,
+    /// The port it comes from, host byte order.
+    pub remote_port: u16,
+    /// It arrived by lo. Only believed with [`FLAG_LOOKUP_HAS_IFINDEX`].
+    pub by_lo: bool,
+}
+
+/// Who gets a new connection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Choice {
+    /// One of the proxy's listeners, and nobody if that is away.
+    Assign(Listener, Counter),
+    /// Whoever listens.
+    Pass(Counter),
+}
+
+/// SK_LOOKUP: the listener of a new TCP connection.
+#[inline(always)]
+pub fn lookup<A: Addresses + ?Sized>(connection: &Lookup, pod: &PodEntry, addresses: &A) -> Choice {
+    let Lookup {
+        local,
+        remote,
+        local_port,
+        remote_port,
+        by_lo,
+    } = connection;
+    // A captured connection's destination is never loopback (egress) nor its own source.
+    if local.is_loopback() || remote.is_loopback() || local.0 == remote.0 || pod.has(FLAG_RELEASING) {
+        return Choice::Pass(Counter::LookupOther);
+    }
+    let to_this_pod = addresses.owns(local);
+    let outbound = Choice::Assign(Listener::Outbound, Counter::LookupOutbound);
+    if pod.has(FLAG_LOOKUP_HAS_IFINDEX) {
+        // Local delivery reports the device of the address; lo itself is reported for a packet that egress turned
+        // back, and for a socket bound to lo, as the proxy's dials are.
+        if *by_lo {
+            return if to_this_pod {
+                Choice::Pass(Counter::LookupProxy)
+            } else {
+                outbound
+            };
+        }
+    } else if !to_this_pod {
+        return outbound;
+    }
+    if *local_port == PORT_HBONE {
+        return Choice::Assign(Listener::Hbone, Counter::LookupHbone);
+    }
+    if addresses.owns(remote) {
+        return Choice::Pass(Counter::LookupOther);
+    }
+    if !pod.has(FLAG_LOOKUP_HAS_IFINDEX) && is_dial_port(*remote_port) {
+        // From outside, ingress has given it to 15006 already, and this program is not asked.
+        return Choice::Pass(Counter::LookupProxy);
+    }
+    Choice::Assign(Listener::Inbound, Counter::LookupInbound)
+}
+
+/// Whether `port` is in the range that the proxy takes the source ports of its dials from.
+#[inline(always)]
+pub const fn is_dial_port(port: u16) -> bool {
+    // The range ends with the last port.
+    const { assert!(DIAL_PORT_LAST == u16::MAX) };
+    port >= DIAL_PORT_FIRST
+}
+
+#[cfg(test)]
+mod tests;
