@@ -1,0 +1,37 @@
+//! The eBPF programs of one pod. Each entry point loads, asks `redirector_common::verdict`, and acts; nothing is decided here.
+//!
+//! - `programs`: the maps and the three entry points
+//! - `packet`: header bytes out of a `__sk_buff`
+//! - `steer`: the only place that turns packets back, refuses, assigns or drops
+//! - `tags`: what a socket is known to be
+//! - `stats`: packet counters
+//!
+//! On the host this is an empty program, so that the whole workspace checks on plain stable Rust.
+#![cfg_attr(target_arch = "bpf", no_std, no_main)]
+
+#[cfg(target_arch = "bpf")]
+mod packet;
+#[cfg(target_arch = "bpf")]
+mod programs;
+#[cfg(target_arch = "bpf")]
+mod stats;
+#[cfg(target_arch = "bpf")]
+mod steer;
+#[cfg(target_arch = "bpf")]
+mod tags;
+
+#[cfg(not(target_arch = "bpf"))]
+fn main() {}
+
+#[cfg(target_arch = "bpf")]
+#[panic_handler]
+fn panic(_: &core::panic::PanicInfo<'_>) -> ! {
+    // The verifier rejects a program that could come here.
+    loop {}
+}
+
+/// The kernel's licence gate: some helpers are for GPL-compatible programs only.
+#[cfg(target_arch = "bpf")]
+#[unsafe(link_section = "license")]
+#[unsafe(no_mangle)]
+static LICENSE: [u8; 13] = *b"Dual MIT/GPL\0";

@@ -1,0 +1,43 @@
+//! Header bytes out of a `__sk_buff`.
+
+use core::mem::MaybeUninit;
+
+use aya_ebpf::{EbpfContext as _, helpers::bpf_skb_load_bytes, programs::TcContext};
+use redirector_common::packet::Bytes;
+
+/// A packet as [`Bytes`]. `bpf_skb_load_bytes` reads the paged part of a packet too, and needs no bounds that the verifier of
+/// an old kernel could lose sight of.
+pub(crate) struct Skb<'a>(pub(crate) &'a TcContext);
+
+impl Skb<'_> {
+    /// The frame's type, host byte order.
+    #[inline(always)]
+    pub(crate) fn ethertype(&self) -> u16 {
+        // SAFETY: the kernel passes a valid context.
+        u16::from_be(unsafe { (*self.0.skb.skb).protocol } as u16)
+    }
+
+    /// The packet's mark.
+    #[inline(always)]
+    pub(crate) fn mark(&self) -> u32 {
+        // SAFETY: the kernel passes a valid context.
+        unsafe { (*self.0.skb.skb).mark }
+    }
+}
+
+impl Bytes for Skb<'_> {
+    #[inline(always)]
+    fn load<const N: usize>(&self, offset: u32) -> Option<[u8; N]> {
+        let mut bytes = MaybeUninit::<[u8; N]>::uninit();
+        // SAFETY: `bytes` has room for N bytes, and is used only if the helper has filled it.
+        unsafe {
+            let failed = bpf_skb_load_bytes(
+                self.0.as_ptr().cast(),
+                offset,
+                bytes.as_mut_ptr().cast(),
+                N as u32,
+            );
+            (failed == 0).then(|| bytes.assume_init())
+        }
+    }
+}

@@ -1,0 +1,219 @@
+//! The only place that turns packets back, refuses, assigns or drops.
+
+use core::mem::size_of;
+
+use aya_ebpf::{
+    EbpfContext as _,
+    bindings::{
+        BPF_F_CURRENT_NETNS, BPF_F_INGRESS, BPF_TCP_LISTEN, TC_ACT_SHOT, TC_ACT_UNSPEC, bpf_sock_tuple,
+        bpf_sock_tuple__bindgen_ty_1__bindgen_ty_1, bpf_sock_tuple__bindgen_ty_1__bindgen_ty_2,
+        sk_action::{SK_DROP, SK_PASS},
+    },
+    helpers::{
+        bpf_map_lookup_elem, bpf_redirect, bpf_sk_assign, bpf_sk_release, bpf_skb_store_bytes,
+        bpf_skc_lookup_tcp,
+    },
+    programs::{SkLookupContext, TcContext},
+};
+use redirector_common::{
+    consts::{MARK_LOOP, MARK_MASK},
+    maps::Listener,
+    net::Addr,
+    packet::{self, Bytes as _, ETH_HLEN, Parsed, TCP_ACK, TCP_RST, TcpMeta},
+    verdict::Counter,
+};
+
+use crate::{packet::Skb, programs::LISTENERS, stats::count};
+
+/// Not ours to decide: the next program or filter on the hook runs. TCX_NEXT has the same value.
+pub(crate) const NEXT: i32 = TC_ACT_UNSPEC;
+/// Dropped.
+pub(crate) const DROP: i32 = TC_ACT_SHOT as i32;
+
+/// lo has this index in every namespace (`include/net/flow.h`, LOOPBACK_IFINDEX).
+const LOOPBACK_IFINDEX: u32 = 1;
+
+/// Turns the packet back into the pod: marked, so that it is routed locally, and received by lo.
+#[inline(always)]
+pub(crate) fn turn_back(ctx: &TcContext) -> i32 {
+    // SAFETY: a valid context; `mark` may be written by TC programs.
+    unsafe {
+        let skb = ctx.skb.skb;
+        (*skb).mark = ((*skb).mark & !MARK_MASK) | MARK_LOOP.0;
+    }
+    // The frame is addressed to a neighbour; lo would drop it as somebody else's (PACKET_OTHERHOST). lo's own address is zero.
+    if !store(ctx, 0, &[0_u8; 6]) {
+        return DROP;
+    }
+    // SAFETY: no precondition.
+    unsafe { bpf_redirect(LOOPBACK_IFINDEX, u64::from(BPF_F_INGRESS)) as i32 }
+}
+
+/// Whether 15001 is there to take a connection.
+#[inline(always)]
+pub(crate) fn outbound_listener_exists() -> bool {
+    with_listener(Listener::Outbound, |_| ()).is_some()
+}
+
+/// Gives the packet's connection to 15006; false if that is away.
+#[inline(always)]
+pub(crate) fn assign_inbound(ctx: &TcContext) -> bool {
+    // SAFETY: the socket is held for the call.
+    with_listener(Listener::Inbound, |sk| unsafe {
+        bpf_sk_assign(ctx.as_ptr().cast(), sk, 0) == 0
+    }) == Some(true)
+}
+
+/// Runs `f` with a listener held.
+#[inline(always)]
+fn with_listener<T>(listener: Listener, f: impl FnOnce(*mut core::ffi::c_void) -> T) -> Option<T> {
+    let index = listener as u32;
+    // SAFETY: map and key are valid; a socket that is found is released once and not used after.
+    unsafe {
+        let sk = bpf_map_lookup_elem(
+            (&raw const LISTENERS).cast_mut().cast(),
+            (&raw const index).cast(),
+        );
+        if sk.is_null() {
+            return None;
+        }
+        let result = f(sk);
+        bpf_sk_release(sk);
+        Some(result)
+    }
+}
+
+/// SK_LOOKUP: gives the connection to a listener, or refuses it: the kernel answers SK_DROP with a reset. It never falls
+/// through to whoever else listens.
+#[inline(always)]
+pub(crate) fn assign(ctx: &SkLookupContext, listener: Listener, counter: Counter) -> u32 {
+    if LISTENERS.redirect_sk_lookup(ctx, listener as u32, 0).is_ok() {
+        count(counter);
+        SK_PASS
+    } else {
+        count(Counter::LookupRefused);
+        SK_DROP
+    }
+}
+
+/// Whether the pod has a socket, not merely a listener, whose local end is the packet's destination.
+#[inline(always)]
+pub(crate) fn far_end_is_here(ctx: &TcContext, tcp: &TcpMeta) -> bool {
+    let mut tuple = core::mem::MaybeUninit::<bpf_sock_tuple>::zeroed();
+    // SAFETY: an all-zero tuple is valid, the lengths are those of its two variants (constants, as the verifier asks), and a
+    // socket that is found is released once and not used after.
+    unsafe {
+        let tuple = tuple.as_mut_ptr();
+        let sk = if tcp.v4 {
+            (*tuple).__bindgen_anon_1.ipv4 = bpf_sock_tuple__bindgen_ty_1__bindgen_ty_1 {
+                saddr: tcp.source.0[3],
+                daddr: tcp.destination.0[3],
+                sport: tcp.source_port.to_be(),
+                dport: tcp.destination_port.to_be(),
+            };
+            let length = size_of::<bpf_sock_tuple__bindgen_ty_1__bindgen_ty_1>() as u32;
+            bpf_skc_lookup_tcp(ctx.as_ptr(), tuple, length, BPF_F_CURRENT_NETNS as u64, 0)
+        } else {
+            let (Addr(saddr), Addr(daddr)) = (tcp.source, tcp.destination);
+            (*tuple).__bindgen_anon_1.ipv6 = bpf_sock_tuple__bindgen_ty_1__bindgen_ty_2 {
+                saddr,
+                daddr,
+                sport: tcp.source_port.to_be(),
+                dport: tcp.destination_port.to_be(),
+            };
+            let length = size_of::<bpf_sock_tuple__bindgen_ty_1__bindgen_ty_2>() as u32;
+            bpf_skc_lookup_tcp(ctx.as_ptr(), tuple, length, BPF_F_CURRENT_NETNS as u64, 0)
+        };
+        if sk.is_null() {
+            return false;
+        }
+        let connected = (*sk).state != BPF_TCP_LISTEN;
+        bpf_sk_release(sk.cast());
+        connected
+    }
+}
+
+/// Answers a SYN with a reset in the name of its destination: the caller sees "connection refused" at once. The packet itself is
+/// rewritten and received by the interface it was leaving from, or sent back by the one it came from.
+///
+/// The kernel can't do it: it sends no reset from an address that is not its own.
+#[inline(always)]
+pub(crate) fn refuse(ctx: &TcContext) -> i32 {
+    let skb = Skb(ctx);
+    let Parsed::Tcp(tcp) = packet::parse(skb.ethertype(), &skb) else {
+        return DROP;
+    };
+    let (Some(macs), Some(ports_seq_ack)) = (skb.load::<12>(0), skb.load::<14>(tcp.l4_offset)) else {
+        return DROP;
+    };
+    let m = macs;
+    let swapped_macs = [
+        m[6], m[7], m[8], m[9], m[10], m[11], m[0], m[1], m[2], m[3], m[4], m[5],
+    ];
+    let addresses_written = if tcp.v4 {
+        // Swapping leaves both checksums as they are.
+        store(ctx, ETH_HLEN + 12, &tcp.destination.0[3].to_ne_bytes())
+            && store(ctx, ETH_HLEN + 16, &tcp.source.0[3].to_ne_bytes())
+    } else {
+        store(ctx, ETH_HLEN + 8, &tcp.destination.0) && store(ctx, ETH_HLEN + 24, &tcp.source.0)
+    };
+    let h = ports_seq_ack;
+    let swapped_ports = [h[2], h[3], h[0], h[1]];
+    let old_seq = [h[4], h[5], h[6], h[7]];
+    let old_ack = [h[8], h[9], h[10], h[11]];
+    // RFC 9293, 3.10.7.3: a reset of a SYN is acceptable if it acknowledges it; its own sequence number is then 0.
+    let new_ack = u32::from_be_bytes(old_seq).wrapping_add(1).to_be_bytes();
+    let old_flags = [h[12], h[13]];
+    let new_flags = [h[12], TCP_RST | TCP_ACK];
+    let l4 = tcp.l4_offset;
+    let written = addresses_written
+        && store(ctx, 0, &swapped_macs)
+        && store(ctx, l4, &swapped_ports)
+        && replace(ctx, l4, 4, old_seq, [0; 4])
+        && replace(ctx, l4, 8, old_ack, new_ack)
+        && replace(ctx, l4, 12, old_flags, new_flags);
+    if !written {
+        return DROP;
+    }
+    // SAFETY: a valid context; no precondition.
+    unsafe {
+        let arriving = (*ctx.skb.skb).ingress_ifindex == (*ctx.skb.skb).ifindex;
+        let flags = if arriving { 0 } else { u64::from(BPF_F_INGRESS) };
+        bpf_redirect((*ctx.skb.skb).ifindex, flags) as i32
+    }
+}
+
+/// Overwrites bytes of the TCP header and keeps its checksum true.
+#[inline(always)]
+fn replace<const N: usize>(ctx: &TcContext, l4: u32, offset: u32, old: [u8; N], new: [u8; N]) -> bool {
+    /// Offset of the checksum in a TCP header.
+    const CHECKSUM: u32 = 16;
+    let (from, to) = match N {
+        4 => (
+            u64::from(u32::from_ne_bytes([old[0], old[1], old[2], old[3]])),
+            u64::from(u32::from_ne_bytes([new[0], new[1], new[2], new[3]])),
+        ),
+        _ => (
+            u64::from(u16::from_ne_bytes([old[0], old[1]])),
+            u64::from(u16::from_ne_bytes([new[0], new[1]])),
+        ),
+    };
+    store(ctx, l4 + offset, &new)
+        && ctx
+            .l4_csum_replace((l4 + CHECKSUM) as usize, from, to, N as u64)
+            .is_ok()
+}
+
+#[inline(always)]
+fn store<T>(ctx: &TcContext, offset: u32, bytes: &T) -> bool {
+    // SAFETY: `bytes` is plain data of its own size.
+    unsafe {
+        bpf_skb_store_bytes(
+            ctx.as_ptr().cast(),
+            offset,
+            (&raw const *bytes).cast(),
+            size_of::<T>() as u32,
+            0,
+        ) == 0
+    }
+}
