@@ -1,0 +1,18 @@
+//! The node daemon: pods in, captured and mutually authenticated TCP out.
+//!
+//! The layers, lowest first; a module uses only lines above its own, and not its neighbours on the same line
+//! (`tests/layers.rs` holds this list and fails on any other edge):
+//!
+//! ```text
+//! mesh
+//! sys | telemetry | serve
+//! redirect | identity | discovery
+//! proxy
+//! pods
+//! admin | cni | debug
+//! config
+//! app
+//! ```
+#![deny(unsafe_code)]
+
+pub mod mesh;

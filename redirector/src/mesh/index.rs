@@ -1,0 +1,280 @@
+//! The mesh as one immutable snapshot, indexed for the look-ups that routing makes.
+//!
+//! Sources in `discovery` make a snapshot; [`super::route`] asks it. What the answers mean for a connection is routing's
+//! matter.
+
+use std::{collections::HashMap, net::IpAddr, sync::Arc};
+
+use super::{
+    pod::PodInfo,
+    service::Service,
+    workload::{NamespacedHostname, NetworkAddress, Protocol, Workload, canonical},
+};
+
+/// A snapshot of the mesh. Cheap to share; a change makes a new one.
+#[derive(Debug, Default)]
+pub struct Mesh {
+    workloads: usize,
+    services: usize,
+    by_pod: HashMap<PodName, Vec<Arc<Workload>>>,
+    by_address: HashMap<NetworkAddress, Arc<Workload>>,
+    by_vip: HashMap<NetworkAddress, Vec<Arc<Service>>>,
+    by_hostname: HashMap<Arc<str>, Vec<Arc<Service>>>,
+    endpoints: HashMap<NamespacedHostname, Vec<Arc<Workload>>>,
+}
+
+/// Kubernetes namespace and pod name.
+type PodName = (Arc<str>, Arc<str>);
+
+impl Mesh {
+    /// Indexes workloads and services. Of two with the same key (a workload's UID; a service's namespace and host name)
+    /// the later one counts.
+    pub fn new(workloads: Vec<Workload>, services: Vec<Service>) -> Self {
+        let workloads = last_of_each(workloads, |workload| workload.uid.clone());
+        let services = last_of_each(services, |service| service.host.clone());
+        let mut mesh = Self {
+            workloads: workloads.len(),
+            services: services.len(),
+            ..Self::default()
+        };
+        for workload in workloads {
+            mesh.add_workload(workload);
+        }
+        for service in services {
+            mesh.add_service(service);
+        }
+        mesh
+    }
+
+    /// The workload of a local pod, by Kubernetes namespace and pod name. Names repeat over clusters: the first one counts.
+    pub fn pod(&self, namespace: &str, name: &str) -> Option<&Arc<Workload>> {
+        self.pods(namespace, name).first()
+    }
+
+    /// The workload that a local pod is: by namespace, name and service account, so that a pod which took over another's
+    /// name doesn't take over its identity; of several clusters' pods, the one in `network`.
+    pub fn local(&self, info: &PodInfo, network: &str) -> Option<&Arc<Workload>> {
+        let is_it = |workload: &&Arc<Workload>| {
+            *workload.service_account == *info.service_account && *workload.network == *network
+        };
+        self.pods(&info.namespace, &info.name).iter().find(is_it)
+    }
+
+    /// The workload at an address; of several, a pod with HBONE is preferred, then any pod, then any with HBONE. Workloads
+    /// on their node's network are not found: the address is the node's.
+    pub fn workload_at(&self, network: &str, address: IpAddr) -> Option<&Arc<Workload>> {
+        self.by_address.get(&key(network, address))
+    }
+
+    /// The service with a virtual address, as a client in `namespace` sees it.
+    pub fn service_at(&self, network: &str, address: IpAddr, namespace: &str) -> Option<&Arc<Service>> {
+        preferred(self.by_vip.get(&key(network, address))?, namespace)
+    }
+
+    /// The service of a fully qualified host name, as a client in `namespace` sees it.
+    pub fn service_named(&self, hostname: &str, namespace: &str) -> Option<&Arc<Service>> {
+        preferred(self.by_hostname.get(hostname)?, namespace)
+    }
+
+    /// The workloads that are endpoints of a service, healthy or not.
+    pub fn endpoints(&self, service: &NamespacedHostname) -> &[Arc<Workload>] {
+        self.endpoints.get(service).map_or(&[], Vec::as_slice)
+    }
+
+    /// Number of workloads and of services.
+    pub fn len(&self) -> (usize, usize) {
+        (self.workloads, self.services)
+    }
+
+    fn pods(&self, namespace: &str, name: &str) -> &[Arc<Workload>] {
+        self.by_pod
+            .get(&(namespace.into(), name.into()))
+            .map_or(&[], Vec::as_slice)
+    }
+
+    fn add_workload(&mut self, workload: Workload) {
+        let workload = Arc::new(workload);
+        if !workload.host_network {
+            for address in &workload.addresses {
+                let holder = self
+                    .by_address
+                    .entry(key(&workload.network, *address))
+                    .or_insert_with(|| Arc::clone(&workload));
+                if rank(&workload) > rank(holder) {
+                    *holder = Arc::clone(&workload);
+                }
+            }
+        }
+        for service in workload.services.keys() {
+            self.endpoints
+                .entry(service.clone())
+                .or_default()
+                .push(Arc::clone(&workload));
+        }
+        let name = (Arc::clone(&workload.namespace), Arc::clone(&workload.name));
+        self.by_pod.entry(name).or_default().push(workload);
+    }
+
+    fn add_service(&mut self, service: Service) {
+        let service = Arc::new(service);
+        for vip in &service.vips {
+            self.by_vip
+                .entry(key(&vip.network, vip.address))
+                .or_default()
+                .push(Arc::clone(&service));
+        }
+        self.by_hostname
+            .entry(Arc::clone(&service.host.hostname))
+            .or_default()
+            .push(service);
+    }
+}
+
+fn key(network: &str, address: IpAddr) -> NetworkAddress {
+    NetworkAddress {
+        network: network.into(),
+        address: canonical(address),
+    }
+}
+
+/// The values in their order, less those whose key comes again later.
+fn last_of_each<T, K: Eq + std::hash::Hash>(values: Vec<T>, key: impl Fn(&T) -> K) -> Vec<T> {
+    let last: HashMap<K, usize> = values
+        .iter()
+        .enumerate()
+        .map(|(at, value)| (key(value), at))
+        .collect();
+    let is_last = |at: usize, value: &T| last.get(&key(value)) == Some(&at);
+    values
+        .into_iter()
+        .enumerate()
+        .filter_map(|(at, value)| is_last(at, &value).then_some(value))
+        .collect()
+}
+
+/// What an address stands for when several workloads have it: a pod's own entry rather than another object's.
+fn rank(workload: &Workload) -> (bool, bool) {
+    (workload.is_pod(), workload.protocol == Protocol::Hbone)
+}
+
+/// Of services that share an address or a name: the client's namespace, then the canonical one, then the first.
+fn preferred<'a>(services: &'a [Arc<Service>], namespace: &str) -> Option<&'a Arc<Service>> {
+    let own = |service: &Service| *service.host.namespace == *namespace;
+    services
+        .iter()
+        .filter(|service| own(service) || !service.namespace_only)
+        // The first of several minima is taken.
+        .min_by_key(|service| (!own(service), !service.canonical))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mesh::{
+        testing::{ip, service, workload},
+        workload::WorkloadUid,
+    };
+
+    #[test]
+    fn a_pod_with_hbone_is_preferred_at_a_shared_address() {
+        let make = |uid: &str, protocol| {
+            let mut made = workload("x", "10.0.0.1");
+            made.uid = WorkloadUid(uid.into());
+            made.protocol = protocol;
+            made
+        };
+        let [other, hbone, pod, hbone_pod] = [
+            make("c//Entry/ns/a", Protocol::Tcp),
+            make("c//Entry/ns/b", Protocol::Hbone),
+            make("c//Pod/ns/c", Protocol::Tcp),
+            make("c//Pod/ns/d", Protocol::Hbone),
+        ];
+        for (given, expected) in [
+            (vec![&other, &hbone, &pod, &hbone_pod], &hbone_pod),
+            (vec![&hbone_pod, &pod, &hbone, &other], &hbone_pod),
+            (vec![&hbone, &pod], &pod),
+            (vec![&other, &hbone], &hbone),
+        ] {
+            let mesh = Mesh::new(given.into_iter().cloned().collect(), vec![]);
+            assert_eq!(mesh.workload_at("", ip("10.0.0.1")).unwrap().uid, expected.uid);
+        }
+    }
+
+    #[test]
+    fn addresses_are_looked_up_within_their_network_and_canonically() {
+        let mut far = workload("far", "10.0.0.1");
+        far.network = "far".into();
+        let mesh = Mesh::new(vec![workload("near", "10.0.0.1"), far], vec![]);
+        assert_eq!(
+            *mesh.workload_at("", ip("::ffff:10.0.0.1")).unwrap().name,
+            *"near"
+        );
+        assert_eq!(*mesh.workload_at("far", ip("10.0.0.1")).unwrap().name, *"far");
+        assert_eq!(mesh.workload_at("else", ip("10.0.0.1")), None);
+    }
+
+    #[test]
+    fn host_network_workloads_are_not_found_by_address() {
+        let mut host = workload("kubelet", "192.0.2.1");
+        host.host_network = true;
+        let mesh = Mesh::new(vec![host], vec![]);
+        assert_eq!(mesh.workload_at("", ip("192.0.2.1")), None);
+        assert!(mesh.pod("shop", "kubelet").is_some());
+    }
+
+    #[test]
+    fn the_later_of_one_key_counts_and_leaves_nothing_of_the_earlier() {
+        let mut moved = workload("web", "10.0.0.2");
+        moved.services.clear();
+        let mesh = Mesh::new(
+            vec![workload("web", "10.0.0.1"), moved],
+            vec![service("cart", "10.96.0.1"), service("cart", "10.96.0.2")],
+        );
+        assert_eq!(mesh.len(), (1, 1));
+        assert_eq!(mesh.workload_at("", ip("10.0.0.1")), None);
+        assert!(mesh.workload_at("", ip("10.0.0.2")).is_some());
+        assert_eq!(mesh.service_at("", ip("10.96.0.1"), "shop"), None);
+        assert!(mesh.service_at("", ip("10.96.0.2"), "shop").is_some());
+        assert_eq!(mesh.endpoints(&service("cart", "10.96.0.2").host), &[]);
+    }
+
+    #[test]
+    fn of_services_at_one_address_the_client_s_namespace_comes_first_then_the_canonical() {
+        let make = |namespace: &str, canonical, namespace_only| {
+            let mut made = service("cart", "10.96.0.1");
+            made.host.namespace = namespace.into();
+            made.canonical = canonical;
+            made.namespace_only = namespace_only;
+            made
+        };
+        let mesh = Mesh::new(
+            vec![],
+            vec![
+                make("a", false, false),
+                make("b", true, false),
+                make("c", false, true),
+            ],
+        );
+        for (client, expected) in [("a", "a"), ("b", "b"), ("c", "c"), ("d", "b")] {
+            let by_vip = mesh.service_at("", ip("10.96.0.1"), client).unwrap();
+            let by_name = mesh.service_named("cart.shop.svc.cluster.local", client).unwrap();
+            assert_eq!(
+                (&*by_vip.host.namespace, &*by_name.host.namespace),
+                (expected, expected),
+                "{client}"
+            );
+        }
+        let hidden = Mesh::new(vec![], vec![make("c", false, true)]);
+        assert_eq!(hidden.service_at("", ip("10.96.0.1"), "d"), None);
+    }
+
+    #[test]
+    fn a_local_pod_is_known_by_its_service_account_too() {
+        let mesh = Mesh::new(vec![workload("web", "10.0.0.1")], vec![]);
+        let mut info = crate::mesh::testing::info("web");
+        assert!(mesh.local(&info, "").is_some());
+        assert!(mesh.local(&info, "far").is_none());
+        info.service_account = "other".into();
+        assert!(mesh.local(&info, "").is_none());
+    }
+}
