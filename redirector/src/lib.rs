@@ -16,3 +16,6 @@
 #![deny(unsafe_code)]
 
 pub mod mesh;
+pub mod serve;
+pub mod sys;
+pub mod telemetry;
