@@ -15,6 +15,7 @@
 //! ```
 #![deny(unsafe_code)]
 
+pub mod discovery;
 pub mod mesh;
 pub mod serve;
 pub mod sys;
