@@ -16,6 +16,7 @@
 #![deny(unsafe_code)]
 
 pub mod discovery;
+pub mod identity;
 pub mod mesh;
 pub mod serve;
 pub mod sys;

@@ -1,0 +1,358 @@
+//! rustls configurations for HBONE: mutual TLS in which SPIFFE identities, not host names, are checked.
+//!
+//! [`super::store`] makes the configurations; `proxy` uses them and asks for the peer's identity.
+
+use std::{
+    fmt,
+    sync::{Arc, LazyLock},
+    time::{Duration, SystemTime},
+};
+
+use rustls::{
+    CertificateError, ClientConfig, DigitallySignedStruct, DistinguishedName, OtherError, RootCertStore,
+    ServerConfig, SignatureScheme,
+    client::{
+        Resumption,
+        danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier},
+        verify_server_cert_signed_by_trust_anchor,
+    },
+    crypto::{CryptoProvider, aws_lc_rs, verify_tls13_signature},
+    server::{
+        NoServerSessionStorage, ParsedCertificate, WebPkiClientVerifier,
+        danger::{ClientCertVerified, ClientCertVerifier},
+    },
+    sign::{CertifiedKey, SingleCertAndKey},
+    version::TLS13,
+};
+use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
+use x509_parser::{extensions::GeneralName, prelude::FromDer};
+
+use super::Svid;
+use crate::mesh::spiffe::SpiffeId;
+
+/// The one protocol that HBONE speaks.
+const ALPN: &[u8] = b"h2";
+
+/// Istio's suites in Istio's order (ztunnel `tls/lib.rs`); key exchange is the library's default.
+static PROVIDER: LazyLock<Arc<CryptoProvider>> = LazyLock::new(|| {
+    Arc::new(CryptoProvider {
+        cipher_suites: vec![
+            aws_lc_rs::cipher_suite::TLS13_AES_256_GCM_SHA384,
+            aws_lc_rs::cipher_suite::TLS13_AES_128_GCM_SHA256,
+        ],
+        ..aws_lc_rs::default_provider()
+    })
+});
+
+/// Why a certificate cannot be used, the own one or a peer's.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// None of the roots is a certificate.
+    #[error("there is no usable root certificate")]
+    NoRoots,
+    /// The key, or the chain, is not what TLS needs.
+    #[error("certificate and key cannot be used for TLS")]
+    Unusable(#[source] rustls::Error),
+    /// The leaf is not the identity's.
+    #[error("the certificate is for {}, not for {wanted}", list(found))]
+    OtherIdentity {
+        /// Whose it should be.
+        wanted: SpiffeId,
+        /// Whose it is.
+        found: Vec<SpiffeId>,
+    },
+    /// The leaf doesn't lead to the roots that came with it.
+    #[error("the certificate does not chain to its own roots")]
+    Unchained(#[source] rustls::Error),
+    /// A client without an identity of the own trust domain.
+    #[error("the client is {}, not of trust domain {trust_domain:?}", list(found))]
+    OtherTrustDomain {
+        /// The own one.
+        trust_domain: String,
+        /// Whose the certificate is.
+        found: Vec<SpiffeId>,
+    },
+    /// A server that is not who was wanted.
+    #[error("the server is {}, not {}", list(found), list(expected))]
+    OtherServer {
+        /// Who it may be.
+        expected: Vec<SpiffeId>,
+        /// Whose the certificate is.
+        found: Vec<SpiffeId>,
+    },
+}
+
+fn list(ids: &[SpiffeId]) -> String {
+    if ids.is_empty() {
+        return "nobody".to_owned();
+    }
+    ids.iter()
+        .map(ToString::to_string)
+        .collect::<Vec<_>>()
+        .join(" or ")
+}
+
+/// What both sides' configurations are made of: a certificate that was checked once.
+#[derive(Debug)]
+pub struct Credentials {
+    id: SpiffeId,
+    key: Arc<CertifiedKey>,
+    roots: Arc<RootCertStore>,
+}
+
+impl Credentials {
+    /// Checks that certificate, key, identity and roots belong together. Whether it is in its time is left to the caller.
+    ///
+    /// # Errors
+    /// When they do not: a peer would refuse it, or take it for another's.
+    pub fn new(svid: &Svid) -> Result<Self, Error> {
+        let mut roots = RootCertStore::empty();
+        let (_, unusable) = roots.add_parsable_certificates(svid.roots.iter().cloned());
+        if unusable > 0 {
+            tracing::warn!(id = %svid.id, unusable, "root certificates that cannot be parsed are left out");
+        }
+        if roots.is_empty() {
+            return Err(Error::NoRoots);
+        }
+        let key = CertifiedKey::from_der(svid.chain.clone(), svid.key.clone_key(), &PROVIDER)
+            .map_err(Error::Unusable)?;
+        let leaf = key.end_entity_cert().map_err(Error::Unusable)?;
+        let found = identities(leaf);
+        if !found.contains(&svid.id) {
+            return Err(Error::OtherIdentity {
+                wanted: svid.id.clone(),
+                found,
+            });
+        }
+        // In the middle of its time, so that this asks for the chain alone.
+        let validity = svid.not_after.duration_since(svid.not_before).unwrap_or_default();
+        let middle = unix_time(svid.not_before + validity / 2);
+        verify_chain(leaf, &svid.chain[1..], &roots, middle).map_err(Error::Unchained)?;
+        Ok(Self {
+            id: svid.id.clone(),
+            key: Arc::new(key),
+            roots: Arc::new(roots),
+        })
+    }
+
+    /// For the server side: the client must show a certificate with an identity of the own trust domain.
+    ///
+    /// # Errors
+    /// When the library refuses the roots.
+    pub fn server_config(&self) -> Result<ServerConfig, Error> {
+        let chain =
+            WebPkiClientVerifier::builder_with_provider(Arc::clone(&self.roots), Arc::clone(&PROVIDER))
+                .build()
+                // Without revocation lists there is no other reason.
+                .map_err(|_| Error::NoRoots)?;
+        let verifier = ClientVerifier {
+            chain,
+            trust_domain: self.id.trust_domain().to_owned(),
+        };
+        let mut config = ServerConfig::builder_with_provider(Arc::clone(&PROVIDER))
+            .with_protocol_versions(&[&TLS13])
+            .map_err(Error::Unusable)?
+            .with_client_cert_verifier(Arc::new(verifier))
+            .with_cert_resolver(Arc::new(SingleCertAndKey::from(Arc::clone(&self.key))));
+        config.alpn_protocols = vec![ALPN.to_vec()];
+        // A resumed session would carry a client past the end of its certificate; HBONE's clients do not ask for one.
+        config.session_storage = Arc::new(NoServerSessionStorage {});
+        config.send_tls13_tickets = 0;
+        Ok(config)
+    }
+
+    /// For the client side: the server must show one of `expected`. Any server name will do for the handshake: none is
+    /// sent, and none is checked.
+    ///
+    /// # Errors
+    /// When the library refuses the protocol versions.
+    pub fn client_config(&self, expected: &[SpiffeId]) -> Result<ClientConfig, Error> {
+        let verifier = ServerVerifier {
+            roots: Arc::clone(&self.roots),
+            expected: expected.to_vec(),
+        };
+        let mut config = ClientConfig::builder_with_provider(Arc::clone(&PROVIDER))
+            .with_protocol_versions(&[&TLS13])
+            .map_err(Error::Unusable)?
+            .dangerous()
+            .with_custom_certificate_verifier(Arc::new(verifier))
+            .with_client_cert_resolver(Arc::new(SingleCertAndKey::from(Arc::clone(&self.key))));
+        config.alpn_protocols = vec![ALPN.to_vec()];
+        config.enable_sni = false;
+        // A resumed session would not show the server's certificate again.
+        config.resumption = Resumption::disabled();
+        Ok(config)
+    }
+}
+
+/// The peer's identity: the first URI SAN of the leaf that is a SPIFFE identity.
+pub fn peer_identity(chain: &[CertificateDer<'_>]) -> Option<SpiffeId> {
+    identities(chain.first()?).into_iter().next()
+}
+
+/// The URI SANs of a certificate that are SPIFFE identities; others are passed over.
+fn identities(certificate: &CertificateDer<'_>) -> Vec<SpiffeId> {
+    let Ok((_, certificate)) = x509_parser::certificate::X509Certificate::from_der(certificate) else {
+        return Vec::new();
+    };
+    // A certificate with two such extensions is malformed, and says nothing.
+    let Ok(Some(sans)) = certificate.subject_alternative_name() else {
+        return Vec::new();
+    };
+    let uri = |name: &GeneralName<'_>| match name {
+        GeneralName::URI(uri) => uri.parse().ok(),
+        _ => None,
+    };
+    sans.value.general_names.iter().filter_map(uri).collect()
+}
+
+fn verify_chain(
+    leaf: &CertificateDer<'_>,
+    intermediates: &[CertificateDer<'_>],
+    roots: &RootCertStore,
+    now: UnixTime,
+) -> Result<(), rustls::Error> {
+    let leaf = ParsedCertificate::try_from(leaf)?;
+    let algorithms = PROVIDER.signature_verification_algorithms.all;
+    verify_server_cert_signed_by_trust_anchor(&leaf, roots, intermediates, now, algorithms)
+}
+
+fn unix_time(time: SystemTime) -> UnixTime {
+    let since = time.duration_since(SystemTime::UNIX_EPOCH);
+    UnixTime::since_unix_epoch(since.unwrap_or(Duration::ZERO))
+}
+
+fn refused(error: Error) -> rustls::Error {
+    CertificateError::Other(OtherError(Arc::new(Verdict(error)))).into()
+}
+
+/// The library prints a verifier's own errors by `Debug`: this one reads the same in both ways.
+#[derive(thiserror::Error)]
+#[error(transparent)]
+struct Verdict(Error);
+
+impl fmt::Debug for Verdict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+/// Checks a server: chain, time and usage, and that it is one of those expected.
+struct ServerVerifier {
+    roots: Arc<RootCertStore>,
+    expected: Vec<SpiffeId>,
+}
+
+impl fmt::Debug for ServerVerifier {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ServerVerifier")
+            .field("expected", &self.expected)
+            .finish_non_exhaustive()
+    }
+}
+
+impl ServerCertVerifier for ServerVerifier {
+    fn verify_server_cert(
+        &self,
+        leaf: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        _name: &ServerName<'_>,
+        _ocsp_response: &[u8],
+        now: UnixTime,
+    ) -> Result<ServerCertVerified, rustls::Error> {
+        verify_chain(leaf, intermediates, &self.roots, now)?;
+        let found = identities(leaf);
+        if found.iter().any(|id| self.expected.contains(id)) {
+            Ok(ServerCertVerified::assertion())
+        } else {
+            Err(refused(Error::OtherServer {
+                expected: self.expected.clone(),
+                found,
+            }))
+        }
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        _message: &[u8],
+        _certificate: &CertificateDer<'_>,
+        _signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        Err(rustls::Error::General("TLS 1.2 was not offered".to_owned()))
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        verify_tls13_signature(
+            message,
+            certificate,
+            signature,
+            &PROVIDER.signature_verification_algorithms,
+        )
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        PROVIDER.signature_verification_algorithms.supported_schemes()
+    }
+}
+
+/// Checks a client: chain, time and usage, and that it is of the own trust domain.
+#[derive(Debug)]
+struct ClientVerifier {
+    chain: Arc<dyn ClientCertVerifier>,
+    trust_domain: String,
+}
+
+impl ClientCertVerifier for ClientVerifier {
+    fn root_hint_subjects(&self) -> &[DistinguishedName] {
+        self.chain.root_hint_subjects()
+    }
+
+    fn verify_client_cert(
+        &self,
+        leaf: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        now: UnixTime,
+    ) -> Result<ClientCertVerified, rustls::Error> {
+        let verified = self.chain.verify_client_cert(leaf, intermediates, now)?;
+        let found = identities(leaf);
+        if found.iter().any(|id| id.trust_domain() == self.trust_domain) {
+            Ok(verified)
+        } else {
+            Err(refused(Error::OtherTrustDomain {
+                trust_domain: self.trust_domain.clone(),
+                found,
+            }))
+        }
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        self.chain.verify_tls12_signature(message, certificate, signature)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        self.chain.verify_tls13_signature(message, certificate, signature)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.chain.supported_verify_schemes()
+    }
+}
+
+#[cfg(test)]
+mod tests;
