@@ -18,6 +18,7 @@
 pub mod discovery;
 pub mod identity;
 pub mod mesh;
+pub mod redirect;
 pub mod serve;
 pub mod sys;
 pub mod telemetry;

@@ -1,0 +1,96 @@
+//! The programs on a namespace without a proxy: they count what they would do, and let everything pass.
+
+use redirector_common::maps::{self as layout, FLAG_LOOKUP_HAS_IFINDEX, FLAG_OBSERVE, PodEntry};
+
+use super::{
+    CounterMap, DialRule, Ebpf,
+    hooks::{self, Hook},
+    in_netns, read_counts,
+};
+use crate::redirect::{
+    Count, Error, PodNetwork,
+    maps::{AddressMap, PodMap},
+};
+
+/// Programs that observe a namespace for as long as this value lives. Nothing is pinned.
+pub struct Observation {
+    counters: CounterMap,
+    interfaces: Vec<String>,
+    // Dropping them detaches the programs.
+    _hooks: Vec<Hook>,
+    _programs: aya::Ebpf,
+}
+
+impl Observation {
+    /// What has been counted so far.
+    pub fn counts(&self) -> Result<Vec<Count>, Error> {
+        read_counts(&self.counters)
+    }
+
+    /// The interfaces that are observed.
+    pub fn interfaces(&self) -> &[String] {
+        &self.interfaces
+    }
+}
+
+impl Ebpf {
+    /// Observes the namespace of `pod`. Blocking.
+    ///
+    /// # Errors
+    /// Those of an attachment.
+    pub fn observe(&self, pod: &PodNetwork) -> Result<Observation, Error> {
+        let plan = Self::plan(pod)?;
+        let mut ebpf = self.object.load()?;
+        self.object.load_programs(&mut ebpf)?;
+        let mut map = |name: &str| {
+            let missing = || Error::new(format!("finding the map {name}"), "not in the object");
+            match ebpf.take_map(name).ok_or_else(missing)? {
+                aya::maps::Map::Array(map)
+                | aya::maps::Map::HashMap(map)
+                | aya::maps::Map::PerCpuArray(map) => Ok(map),
+                _ => Err(missing()),
+            }
+        };
+        let failed = |error| Error::new("filling the pod's maps", error);
+        let flags = FLAG_OBSERVE
+            | if self.object.dial_rule == DialRule::Device {
+                FLAG_LOOKUP_HAS_IFINDEX
+            } else {
+                0
+            };
+        PodMap::new(map(layout::POD)?)
+            .and_then(|mut pod| {
+                pod.write(PodEntry {
+                    flags,
+                    ..bytemuck::Zeroable::zeroed()
+                })
+            })
+            .map_err(failed)?;
+        AddressMap::new(map(layout::ADDRESSES)?)
+            .and_then(|mut addresses| addresses.replace(&plan.addresses))
+            .map_err(failed)?;
+        let counters = CounterMap::new(map(layout::COUNTERS)?).map_err(failed)?;
+        let mut hooks = vec![hooks::attach_lookup(
+            &mut ebpf,
+            self.object.dial_rule,
+            &pod.netns,
+        )?];
+        in_netns(&pod.netns, || {
+            for interface in &plan.interfaces {
+                hooks.extend(hooks::attach_tc(&mut ebpf, self.tc_mode, interface)?);
+            }
+            Ok(())
+        })?;
+        let interfaces = plan
+            .interfaces
+            .into_iter()
+            .map(|interface| interface.name)
+            .collect();
+        Ok(Observation {
+            counters,
+            interfaces,
+            _hooks: hooks,
+            _programs: ebpf,
+        })
+    }
+}

@@ -1,0 +1,125 @@
+//! How a pod's packets reach the proxy's listeners: the backend seam.
+//!
+//! `pods::lifecycle` attaches and detaches; `proxy` asks for the original destination and has its sockets told apart.
+
+pub mod ebpf;
+mod maps;
+pub mod metrics;
+pub mod none;
+
+use std::{
+    io,
+    net::{IpAddr, SocketAddr},
+    os::fd::BorrowedFd,
+    sync::Arc,
+};
+
+use redirector_common::consts::Mark;
+
+use crate::{mesh::pod::PodUid, sys::netns::Netns};
+
+/// A pod's network, as a backend needs to know it.
+#[derive(Debug, Clone)]
+pub struct PodNetwork {
+    /// Which pod.
+    pub uid: PodUid,
+    /// Its namespace.
+    pub netns: Arc<Netns>,
+    /// The addresses its event named; at least one is on an interface in the namespace.
+    pub addresses: Vec<IpAddr>,
+}
+
+/// The proxy's listeners in a pod.
+#[derive(Debug, Clone, Copy)]
+pub struct Listeners<'a> {
+    /// Port 15001.
+    pub outbound: BorrowedFd<'a>,
+    /// Port 15006.
+    pub inbound: BorrowedFd<'a>,
+    /// Port 15008.
+    pub hbone: BorrowedFd<'a>,
+}
+
+/// The marks (SO_MARK) that a backend wants on the proxy's sockets in a pod.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Marks {
+    /// The 15001 listener; `None` leaves it without, so that its accepted sockets take the mark of the packet.
+    pub outbound_listener: Option<Mark>,
+    /// The 15006 and 15008 listeners.
+    pub inbound_listeners: Option<Mark>,
+    /// Connections to other pods and to the world.
+    pub upstream: Option<Mark>,
+    /// Connections to the pod's own application.
+    pub application: Option<Mark>,
+    /// Connections to the application are bound to lo, and take their source port from the reserved range.
+    pub application_over_lo: bool,
+}
+
+/// How a pod's packets reach the proxy. Blocking (netlink, bpf(2)): call `attach` and `detach` from `spawn_blocking`.
+pub trait Redirector: Send + Sync {
+    /// The backend's name: `ebpf`, `none`.
+    fn name(&self) -> &'static str;
+
+    /// The marks it wants.
+    fn marks(&self) -> Marks;
+
+    /// Brings the pod to the captured state, whatever state it is in; adopts what an earlier agent left.
+    fn attach(&self, pod: &PodNetwork, listeners: Listeners<'_>) -> Result<(), Error>;
+
+    /// Captures nothing new from now on; connections that are captured go on. `detach` follows, once they have ended.
+    fn release(&self, pod: &PodNetwork) -> Result<(), Error>;
+
+    /// Removes what `attach` made, and with it the captured connections that are left. Goes on after a failure and reports
+    /// every one. A namespace that is gone is success.
+    fn detach(&self, pod: &PodNetwork) -> Result<(), Vec<Error>>;
+
+    /// Removes what an earlier agent left for a pod that is no longer here.
+    fn forget(&self, uid: &PodUid) -> Result<(), Vec<Error>>;
+
+    /// The pods for which something is in place, whoever attached them.
+    fn attached(&self) -> Result<Vec<PodUid>, Error>;
+
+    /// Where the client of an accepted connection wanted to go: an error, never a guess.
+    fn original_dst(&self, connection: BorrowedFd<'_>) -> io::Result<SocketAddr>;
+
+    /// What the pod's programs have counted; nothing for a backend without programs.
+    fn counts(&self, uid: &PodUid) -> Result<Vec<Count>, Error>;
+
+    /// Tells a socket of the proxy's own, before it connects or listens, from the applications'.
+    fn own_socket(&self, socket: BorrowedFd<'_>) -> io::Result<()>;
+}
+
+/// Packets counted by one program for one reason.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Count {
+    /// `egress`, `ingress` or `lookup`.
+    pub program: &'static str,
+    /// What became of them.
+    pub verdict: &'static str,
+    /// How many, since the pod was attached.
+    pub packets: u64,
+}
+
+/// Why a backend could not do something.
+#[derive(Debug, thiserror::Error)]
+#[error("{operation}: {source}")]
+pub struct Error {
+    /// What was tried, with its object.
+    pub operation: String,
+    /// Why it failed.
+    #[source]
+    pub source: Box<dyn std::error::Error + Send + Sync>,
+}
+
+impl Error {
+    /// `operation` failed because of `source`.
+    pub fn new(
+        operation: impl Into<String>,
+        source: impl Into<Box<dyn std::error::Error + Send + Sync>>,
+    ) -> Self {
+        Self {
+            operation: operation.into(),
+            source: source.into(),
+        }
+    }
+}
