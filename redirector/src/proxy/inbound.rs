@@ -1,0 +1,185 @@
+//! 15008: HBONE from other pods. Mutual TLS, then any number of CONNECT requests, each a connection to the application.
+
+use std::{io, net::SocketAddr, os::fd::AsFd, sync::Arc, time::Duration};
+
+use http::StatusCode;
+use tokio::{net::TcpStream, time::timeout};
+use tokio_rustls::{TlsAcceptor, server::TlsStream};
+
+use super::{
+    Pod,
+    copy::{self, Leg},
+    dial,
+    hbone::server::{self, Connect},
+    record::{Direction, Record, Security},
+};
+use crate::{
+    identity::{self, tls},
+    mesh::{
+        index::Mesh,
+        route::{self, Refusal},
+        spiffe::SpiffeId,
+    },
+    sys::socket,
+};
+
+/// Why a tunnel, or a connection in it, did not come about.
+#[derive(Debug, thiserror::Error)]
+enum Error {
+    #[error("cannot tell on which address the tunnel came in")]
+    LocalAddress(#[source] io::Error),
+    #[error("no certificate to show")]
+    Identity(#[source] identity::Error),
+    #[error("TLS handshake failed")]
+    Tls(#[source] io::Error),
+    #[error("TLS handshake was not over after {after:?}")]
+    TlsTimeout { after: Duration },
+    #[error("the peer's certificate holds no SPIFFE identity")]
+    NoPeerIdentity,
+    #[error("request refused with {status}")]
+    Refused {
+        status: StatusCode,
+        #[source]
+        source: Refusal,
+    },
+    #[error("{max} connections are tunnelled to the pod already")]
+    TooMany { max: usize },
+    #[error("the peer gave up before the application answered")]
+    Abandoned,
+    #[error(transparent)]
+    Dial(dial::Error),
+    #[error(transparent)]
+    Http2(server::Error),
+}
+
+/// A tunnel's ends.
+struct Tunnel {
+    /// The peer's TCP address.
+    peer: SocketAddr,
+    /// Who is there.
+    identity: SpiffeId,
+    /// The pod's address that it came in on.
+    local: SocketAddr,
+}
+
+/// Serves one accepted connection, a tunnel, to its end. Its streams are tasks of their own and may outlive it by the time
+/// they take to notice.
+pub(super) async fn connection(pod: Arc<Pod>, stream: TcpStream, peer: SocketAddr) {
+    let record = Record::new(pod.shared.metrics.clone(), Direction::Inbound, peer);
+    let (io, tunnel) = match accept(&pod, stream, peer).await {
+        Ok(accepted) => accepted,
+        Err(error) => return record.fail(&error),
+    };
+    record.into_tunnel();
+    let tunnel = Arc::new(tunnel);
+    let config = &pod.shared.config;
+    let served = server::serve(
+        io,
+        config.http2,
+        config.handshake_deadline,
+        &pod.drain,
+        |connect| {
+            pod.spawn(request(pod.clone(), tunnel.clone(), connect));
+        },
+    );
+    if let Err(error) = served.await {
+        tracing::debug!(src.addr = %peer, src.identity = %tunnel.identity, error = %super::record::chain(&error), "tunnel ended");
+    }
+}
+
+async fn accept(
+    pod: &Pod,
+    stream: TcpStream,
+    peer: SocketAddr,
+) -> Result<(TlsStream<TcpStream>, Tunnel), Error> {
+    let local = socket::local_addr(stream.as_fd()).map_err(Error::LocalAddress)?;
+    // Asked for each tunnel, so that a new certificate serves from the next on.
+    let config = pod.identity.server_config().await.map_err(Error::Identity)?;
+    let after = pod.shared.config.handshake_deadline;
+    let io = timeout(after, TlsAcceptor::from(config).accept(stream))
+        .await
+        .map_err(|_| Error::TlsTimeout { after })?
+        .map_err(Error::Tls)?;
+    let chain = io.get_ref().1.peer_certificates();
+    let identity = chain.and_then(tls::peer_identity).ok_or(Error::NoPeerIdentity)?;
+    Ok((
+        io,
+        Tunnel {
+            peer,
+            identity,
+            local,
+        },
+    ))
+}
+
+/// Serves one CONNECT request to the end of its connection.
+async fn request(pod: Arc<Pod>, tunnel: Arc<Tunnel>, mut connect: Connect) {
+    let mut record = Record::new(pod.shared.metrics.clone(), Direction::Inbound, tunnel.peer);
+    record.dst = Some(tunnel.local);
+    record.hbone_dst = Some(connect.authority().to_owned());
+    record.source = pod
+        .mesh()
+        .workload_at(&pod.shared.config.network, tunnel.peer.ip())
+        .map(|workload| workload.as_ref().into())
+        .unwrap_or_default();
+    record.source.identity = Some(tunnel.identity.clone());
+    record.destination = (&pod.info).into();
+    record.destination.identity = Some(pod.identity.id().clone());
+    record.open(Security::mutual_tls);
+
+    let max = pod.shared.config.max_connections;
+    let Ok(_permit) = pod.tunnelled.clone().try_acquire_owned() else {
+        connect.refuse(StatusCode::SERVICE_UNAVAILABLE);
+        return record.fail(&Error::TooMany { max });
+    };
+    let mut application = match application(&pod, &tunnel, &mut connect).await {
+        Ok(application) => Leg::new(application),
+        Err(error) => {
+            connect.refuse(error.status());
+            return record.fail(&error);
+        }
+    };
+    let mut stream = match connect.accept() {
+        Ok(stream) => stream,
+        Err(error) => return record.fail(&Error::Http2(error)),
+    };
+    let result = {
+        let mut application = application.split();
+        copy::both(
+            (&mut application.0, &mut application.1),
+            (&mut stream.source, &mut stream.sink),
+            record.counts(),
+            pod.shared.config.tail_deadline,
+        )
+        .await
+    };
+    tokio::join!(application.end(&result), stream.sink.end(&result));
+    record.end(result);
+}
+
+/// The connection to the application that a request asks for.
+async fn application(pod: &Pod, tunnel: &Tunnel, connect: &mut Connect) -> Result<TcpStream, Error> {
+    let decide = |mesh: &Mesh| route::inbound(mesh, pod.local(), tunnel.local.ip(), connect.authority());
+    let decided = pod.settled(decide, Refusal::is_transient).await;
+    let port = decided.map_err(|source| {
+        // The statuses of a refusal are constants; one that is none is our own fault.
+        let status = StatusCode::from_u16(source.status()).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+        Error::Refused { status, source }
+    })?;
+    // Always the pod itself: what the authority names beside the port has been judged.
+    let destination = SocketAddr::new(tunnel.local.ip(), port);
+    tokio::select! {
+        dialled = dial::application(pod, tunnel.peer, destination) => dialled.map_err(Error::Dial),
+        _ = connect.abandoned() => Err(Error::Abandoned),
+    }
+}
+
+impl Error {
+    /// The status that says so to the peer.
+    fn status(&self) -> StatusCode {
+        match self {
+            Self::Refused { status, .. } => *status,
+            _ => StatusCode::SERVICE_UNAVAILABLE,
+        }
+    }
+}

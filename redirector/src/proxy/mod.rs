@@ -1,0 +1,336 @@
+//! The data path: three listeners in each pod, and what becomes of a connection on each.
+//!
+//! `pods::lifecycle` starts and stops a [`PodProxy`] per pod.
+//!
+//! - `accept`: the accept loop that the listeners share
+//! - `outbound`: 15001, the pod's own connections; over HBONE or plain
+//! - `inbound`: 15008, HBONE from other pods
+//! - `passthrough`: 15006, plain connections from outside
+//! - `hbone`, `dial`, `copy`: tunnels, connections, and the bytes between them
+//! - `record`: counters and the access log
+
+use std::{
+    net::IpAddr,
+    os::fd::AsFd,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use redirector_common::consts::{Mark, PORT_HBONE, PORT_INBOUND, PORT_OUTBOUND};
+use tokio::{
+    net::TcpListener,
+    sync::watch,
+    time::{Instant, timeout, timeout_at},
+};
+use tokio_util::{
+    sync::{CancellationToken, DropGuard},
+    task::TaskTracker,
+};
+
+use self::{accept::Listener, dial::DialPorts, hbone::pool::Pool};
+use crate::{
+    identity::store::{Held, Store},
+    mesh::{index::Mesh, pod::PodInfo, route::Local},
+    redirect::{Listeners, Redirector},
+    sys::{
+        netns::Netns,
+        socket::{self, Keepalive},
+    },
+};
+
+mod accept;
+mod copy;
+mod dial;
+mod hbone;
+mod inbound;
+mod outbound;
+mod passthrough;
+mod record;
+
+#[cfg(test)]
+mod tests;
+
+pub use self::{
+    hbone::{Http2Config, pool::PoolConfig},
+    record::Metrics,
+};
+
+/// Settings of the data path.
+#[derive(Debug, Clone)]
+pub struct Config {
+    /// The network that this node is in; empty is the default one.
+    pub network: String,
+    /// Whether the listeners take IPv6.
+    pub ipv6: bool,
+    /// Time in which a connection to another pod or to the application must stand.
+    pub connect_deadline: Duration,
+    /// Time in which a peer must be through with TLS on 15008, and again with HTTP/2.
+    pub handshake_deadline: Duration,
+    /// Time for which bytes that a broken connection had sent are still delivered.
+    pub tail_deadline: Duration,
+    /// Time for which a connection of a pod that the mesh does not know yet is held. ztunnel's.
+    pub mesh_deadline: Duration,
+    /// Connections that a pod may have open at a time on each of its three listeners, and as many tunnelled to its
+    /// application. More wait in the listener's backlog; of the tunnelled, more are refused. The default is half of the
+    /// source ports that one client has towards one server: no pod that works comes near it, and one that loops leaves the
+    /// node's other pods alive.
+    pub max_connections: usize,
+    /// When a silent peer is taken for gone.
+    pub keepalive: Keepalive,
+    /// HTTP/2.
+    pub http2: Http2Config,
+    /// Tunnels to other pods.
+    pub pool: PoolConfig,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            network: String::new(),
+            ipv6: true,
+            connect_deadline: Duration::from_secs(10),
+            handshake_deadline: Duration::from_secs(10),
+            tail_deadline: Duration::from_secs(30),
+            mesh_deadline: Duration::from_secs(5),
+            max_connections: 16_384,
+            keepalive: Keepalive::default(),
+            http2: Http2Config::default(),
+            pool: PoolConfig::default(),
+        }
+    }
+}
+
+/// What all pods' proxies share.
+pub struct Shared {
+    /// The mesh as it is now.
+    pub mesh: watch::Receiver<Arc<Mesh>>,
+    /// Certificates.
+    pub identities: Arc<Store>,
+    /// The backend, for marks and original destinations.
+    pub redirector: Arc<dyn Redirector>,
+    /// Settings.
+    pub config: Config,
+    /// Counters.
+    pub metrics: Arc<Metrics>,
+}
+
+/// The pod that a proxy serves.
+pub struct PodContext {
+    /// Who it is.
+    pub info: PodInfo,
+    /// Its identity, kept supplied with a certificate.
+    pub identity: Held,
+    /// Its namespace.
+    pub netns: Arc<Netns>,
+    /// Its addresses: those of its event, and those that its interfaces have now.
+    pub addresses: Vec<IpAddr>,
+}
+
+/// The proxy of one pod: its listeners and its connections.
+pub struct PodProxy {
+    pod: Arc<Pod>,
+    outbound: Listener,
+    inbound: Listener,
+    hbone: Listener,
+    /// A proxy that is dropped, rather than stopped, ends as well, though nobody waits for it.
+    ended: DropGuard,
+}
+
+/// Why a pod's proxy could not start.
+#[derive(Debug, thiserror::Error)]
+#[error("{operation}: {source}")]
+pub struct StartError {
+    /// What was tried.
+    pub operation: String,
+    /// Why it failed.
+    #[source]
+    pub source: std::io::Error,
+}
+
+/// What the connections of a pod share.
+struct Pod {
+    shared: Arc<Shared>,
+    info: PodInfo,
+    identity: Held,
+    netns: Arc<Netns>,
+    /// Known addresses of the pod; grows when an interface turns out to have another.
+    addresses: Mutex<Vec<IpAddr>>,
+    pool: Pool,
+    dial_ports: DialPorts,
+    /// Bounds the connections that are tunnelled to the application.
+    tunnelled: Arc<tokio::sync::Semaphore>,
+    /// Accept loops and connections.
+    tasks: TaskTracker,
+    /// Tunnels of the pool.
+    tunnels: TaskTracker,
+    /// No new connections.
+    drain: CancellationToken,
+    /// No connections; cancels `drain` too.
+    kill: CancellationToken,
+}
+
+impl PodProxy {
+    /// Binds the listeners in the pod's namespace and begins to accept. Must be called within a tokio runtime.
+    ///
+    /// # Errors
+    /// When a port is taken, the namespace cannot be entered, or a right is missing; nothing is left behind then.
+    pub fn start(shared: Arc<Shared>, pod: PodContext) -> Result<Self, StartError> {
+        let PodContext {
+            info,
+            identity,
+            netns,
+            addresses,
+        } = pod;
+        let marks = shared.redirector.marks();
+        let bind = |port, mark| bind(&shared, &netns, port, mark);
+        let outbound = bind(PORT_OUTBOUND, marks.outbound_listener)?;
+        let inbound = bind(PORT_INBOUND, marks.inbound_listeners)?;
+        let hbone = bind(PORT_HBONE, marks.inbound_listeners)?;
+
+        let (tunnels, kill) = (TaskTracker::new(), CancellationToken::new());
+        let ended = kill.clone().drop_guard();
+        let pool = Pool::new(
+            shared.config.http2,
+            shared.config.pool,
+            tunnels.clone(),
+            kill.clone(),
+        );
+        let pod = Arc::new(Pod {
+            pool,
+            info,
+            identity,
+            netns,
+            addresses: Mutex::new(
+                addresses
+                    .into_iter()
+                    .map(|address| address.to_canonical())
+                    .collect(),
+            ),
+            dial_ports: DialPorts::default(),
+            tunnelled: Arc::new(tokio::sync::Semaphore::new(shared.config.max_connections)),
+            tasks: TaskTracker::new(),
+            tunnels,
+            drain: kill.child_token(),
+            kill,
+            shared,
+        });
+        Ok(Self {
+            outbound: Listener::start(&pod, outbound, outbound::connection),
+            inbound: Listener::start(&pod, inbound, passthrough::connection),
+            hbone: Listener::start(&pod, hbone, inbound::connection),
+            pod,
+            ended,
+        })
+    }
+
+    /// The listeners, for the backend.
+    pub fn listeners(&self) -> Listeners<'_> {
+        Listeners {
+            outbound: self.outbound.as_fd(),
+            inbound: self.inbound.as_fd(),
+            hbone: self.hbone.as_fd(),
+        }
+    }
+
+    /// Stops accepting, asks HBONE peers to go elsewhere (GOAWAY), waits up to `grace` for connections to end, and
+    /// closes the rest. A `grace` of zero closes all at once. Returns when no task and no socket of the pod is left.
+    pub async fn stop(self, grace: Duration) {
+        let Self {
+            pod,
+            outbound,
+            inbound,
+            hbone,
+            ended,
+        } = self;
+        pod.drain.cancel();
+        // The accept loops drop their share of the listeners meanwhile.
+        drop((outbound, inbound, hbone));
+        pod.tasks.close();
+        pod.tunnels.close();
+        if timeout(grace, pod.tasks.wait()).await.is_err() && !grace.is_zero() {
+            tracing::warn!(uid = %pod.info.uid, ?grace, connections = pod.tasks.len(), "closing connections that outlast the drain");
+        }
+        drop(ended);
+        // Killed: every task ends at its next await.
+        pod.tasks.wait().await;
+        pod.tunnels.wait().await;
+    }
+}
+
+fn bind(shared: &Shared, netns: &Netns, port: u16, mark: Option<Mark>) -> Result<TcpListener, StartError> {
+    let listener = || -> std::io::Result<TcpListener> {
+        let socket = netns.run(|| socket::bound(port, mark, shared.config.ipv6))??;
+        shared.redirector.own_socket(socket.as_fd())?;
+        TcpListener::from_std(socket::listen(socket)?)
+    };
+    listener().map_err(|source| StartError {
+        operation: format!("listening on port {port} in {}", netns.id()),
+        source,
+    })
+}
+
+impl Pod {
+    /// Runs `task` until it ends or the pod's connections are killed. A panic ends that task alone.
+    fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
+        let kill = self.kill.clone();
+        self.tasks.spawn(async move {
+            tokio::select! {
+                biased;
+                () = kill.cancelled() => {}
+                () = task => {}
+            }
+        });
+    }
+
+    fn local(&self) -> Local<'_> {
+        Local {
+            info: &self.info,
+            network: &self.shared.config.network,
+        }
+    }
+
+    fn mesh(&self) -> Arc<Mesh> {
+        self.shared.mesh.borrow().clone()
+    }
+
+    /// Asks `decide` of the mesh, and of each newer one for some seconds as long as the answer is `transient`: a pod may be
+    /// enrolled, and connect, before the mesh has heard of it. Its connections are held then, and never sent in plain.
+    async fn settled<T, E>(
+        &self,
+        mut decide: impl FnMut(&Mesh) -> Result<T, E>,
+        transient: impl Fn(&E) -> bool,
+    ) -> Result<T, E> {
+        let mut mesh = self.shared.mesh.clone();
+        let deadline = Instant::now() + self.shared.config.mesh_deadline;
+        loop {
+            let now = mesh.borrow_and_update().clone();
+            let error = match decide(&now) {
+                Err(error) if transient(&error) => error,
+                settled => return settled,
+            };
+            if !matches!(timeout_at(deadline, mesh.changed()).await, Ok(Ok(()))) {
+                return Err(error);
+            }
+        }
+    }
+
+    /// Whether `address` is one of the pod's own.
+    fn has_address(&self, address: IpAddr) -> bool {
+        let addresses = || self.addresses.lock().unwrap_or_else(PoisonError::into_inner);
+        if addresses().contains(&address) {
+            return true;
+        }
+        let found = self
+            .netns
+            .run(|| socket::has_address(address))
+            .and_then(|found| found)
+            .unwrap_or_else(|error| {
+                tracing::warn!(uid = %self.info.uid, %error, "cannot list the pod's addresses");
+                false
+            });
+        if found {
+            addresses().push(address);
+        }
+        found
+    }
+}

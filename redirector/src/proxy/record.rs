@@ -1,0 +1,433 @@
+//! One record per connection: counts it, and writes its access line when it ends, however it ends.
+//!
+//! Field names are Istio's. Bytes are as the local pod sees them: sent by its application, received by it. The metrics count
+//! by the direction of the request, as Istio's do.
+
+use std::{
+    error::Error,
+    net::SocketAddr,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+use prometheus_client::{
+    encoding::{EncodeLabelSet, EncodeLabelValue},
+    metrics::{counter::Counter, family::Family},
+    registry::Registry,
+};
+use tokio::time::Instant;
+use tracing::field;
+
+use super::copy::{Cut, Meter};
+use crate::mesh::{pod::PodInfo, service::Service, spiffe::SpiffeId, workload::Workload};
+
+/// Which end of a connection the local pod is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Direction {
+    /// The client.
+    Outbound,
+    /// The server.
+    Inbound,
+}
+
+/// Who reports a connection: the proxy at its source, or the one at its destination.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
+#[allow(non_camel_case_types, reason = "the names are the labels' values")]
+enum Reporter {
+    source,
+    destination,
+}
+
+/// How a connection is protected between the pods.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
+#[allow(non_camel_case_types, reason = "the names are the labels' values")]
+pub(crate) enum Security {
+    /// HBONE.
+    mutual_tls,
+    /// Plain TCP, or whatever the application does within it.
+    unknown,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Labels {
+    reporter: Reporter,
+    connection_security_policy: Security,
+}
+
+/// Counters of all pods' connections.
+#[derive(Debug, Default)]
+pub struct Metrics {
+    opened: Family<Labels, Counter>,
+    closed: Family<Labels, Counter>,
+    failed: Family<Labels, Counter>,
+    received: Family<Labels, Counter>,
+    sent: Family<Labels, Counter>,
+    denied: Counter,
+}
+
+impl Metrics {
+    /// Names them in `registry`. Counters get `_total` when they are written.
+    pub fn register(&self, registry: &mut Registry) {
+        let mut counter = |name: &str, help: &str, family: &Family<Labels, Counter>| {
+            registry.register(name, help, family.clone());
+        };
+        counter(
+            "istio_tcp_connections_opened",
+            "Connections that began",
+            &self.opened,
+        );
+        counter(
+            "istio_tcp_connections_closed",
+            "Connections that ended",
+            &self.closed,
+        );
+        counter(
+            "istio_tcp_connections_failed",
+            "Connections that ended by a failure",
+            &self.failed,
+        );
+        counter(
+            "istio_tcp_received_bytes",
+            "Bytes from clients to servers",
+            &self.received,
+        );
+        counter(
+            "istio_tcp_sent_bytes",
+            "Bytes from servers to clients",
+            &self.sent,
+        );
+        registry.register(
+            "redirector_connections_denied",
+            "Connections refused before it was known where they go",
+            self.denied.clone(),
+        );
+    }
+}
+
+/// Counts the bytes of one direction of one connection.
+#[derive(Debug)]
+pub(crate) struct Count {
+    bytes: AtomicU64,
+    total: Counter,
+}
+
+impl Meter for Count {
+    fn add(&self, bytes: u64) {
+        self.bytes.fetch_add(bytes, Ordering::Relaxed);
+        self.total.inc_by(bytes);
+    }
+}
+
+/// A connection's record.
+pub(crate) struct Record {
+    metrics: Arc<Metrics>,
+    started: Instant,
+    direction: Direction,
+    src: SocketAddr,
+    /// Of the TCP connection between the pods; for HBONE the tunnel's.
+    pub(crate) dst: Option<SocketAddr>,
+    /// What was asked of the tunnel's far end.
+    pub(crate) hbone_dst: Option<String>,
+    pub(crate) source: Party,
+    pub(crate) destination: Party,
+    pub(crate) service: Option<Arc<Service>>,
+    open: Option<Open>,
+    end: End,
+}
+
+/// What is known of an end of a connection.
+#[derive(Debug, Default)]
+pub(crate) struct Party {
+    pub(crate) workload: Option<String>,
+    pub(crate) namespace: Option<String>,
+    /// As proven by TLS, or of the local pod in TLS.
+    pub(crate) identity: Option<SpiffeId>,
+}
+
+impl From<&PodInfo> for Party {
+    fn from(pod: &PodInfo) -> Self {
+        Self {
+            workload: Some(pod.name.clone()),
+            namespace: Some(pod.namespace.clone()),
+            identity: None,
+        }
+    }
+}
+
+impl From<&Workload> for Party {
+    fn from(workload: &Workload) -> Self {
+        Self {
+            workload: Some(workload.name.as_ref().to_owned()),
+            namespace: Some(workload.namespace.as_ref().to_owned()),
+            identity: None,
+        }
+    }
+}
+
+struct Open {
+    labels: Labels,
+    sent: Count,
+    received: Count,
+}
+
+enum End {
+    /// Dropped in this state, it was cut off: by the pod's end, or by a panic.
+    Open,
+    Closed,
+    Failed(String),
+    Tunnel,
+}
+
+impl Record {
+    /// A connection that has come in.
+    pub(crate) fn new(metrics: Arc<Metrics>, direction: Direction, src: SocketAddr) -> Self {
+        Self {
+            metrics,
+            started: Instant::now(),
+            direction,
+            src,
+            dst: None,
+            hbone_dst: None,
+            source: Party::default(),
+            destination: Party::default(),
+            service: None,
+            open: None,
+            end: End::Open,
+        }
+    }
+
+    /// It is known where the connection goes. Before that it is not counted, as by Istio.
+    pub(crate) fn open(&mut self, security: Security) {
+        let reporter = match self.direction {
+            Direction::Outbound => Reporter::source,
+            Direction::Inbound => Reporter::destination,
+        };
+        let labels = Labels {
+            reporter,
+            connection_security_policy: security,
+        };
+        let total = |family: &Family<Labels, Counter>| family.get_or_create(&labels).clone();
+        total(&self.metrics.opened).inc();
+        let (requests, responses) = (total(&self.metrics.received), total(&self.metrics.sent));
+        let (sent, received) = match self.direction {
+            Direction::Outbound => (requests, responses),
+            Direction::Inbound => (responses, requests),
+        };
+        let count = |total| Count {
+            bytes: AtomicU64::new(0),
+            total,
+        };
+        self.open = Some(Open {
+            labels,
+            sent: count(sent),
+            received: count(received),
+        });
+        tracing::event!(
+            target: "access",
+            tracing::Level::DEBUG,
+            src.addr = %self.src,
+            dst.addr = self.dst.map(field::display),
+            dst.hbone_addr = self.hbone_dst,
+            direction = self.direction(),
+            "connection opened"
+        );
+    }
+
+    /// Counters of the bytes that the local pod sends and receives. The connection must be [open](Self::open).
+    pub(crate) fn counts(&self) -> (&Count, &Count) {
+        let open = self
+            .open
+            .as_ref()
+            .expect("a connection is opened before it is copied");
+        (&open.sent, &open.received)
+    }
+
+    /// It is a tunnel now: its streams have records of their own.
+    pub(crate) fn into_tunnel(mut self) {
+        self.end = End::Tunnel;
+    }
+
+    /// It did not come about.
+    pub(crate) fn fail(mut self, error: &dyn Error) {
+        self.end = End::Failed(chain(error));
+    }
+
+    /// It was copied, and ended so.
+    pub(crate) fn end(mut self, result: Result<(), Cut>) {
+        self.end = match result.err().and_then(Cut::failure) {
+            None => End::Closed,
+            Some(error) => End::Failed(chain(&error)),
+        };
+    }
+
+    fn direction(&self) -> &'static str {
+        match self.direction {
+            Direction::Outbound => "outbound",
+            Direction::Inbound => "inbound",
+        }
+    }
+}
+
+impl Drop for Record {
+    fn drop(&mut self) {
+        if let End::Tunnel = self.end {
+            return;
+        }
+        let error = match std::mem::replace(&mut self.end, End::Closed) {
+            End::Closed | End::Tunnel => None,
+            End::Failed(error) => Some(error),
+            End::Open => Some("cut off by the proxy".to_owned()),
+        };
+        let Some(open) = &self.open else {
+            self.metrics.denied.inc();
+            tracing::event!(
+                target: "access",
+                tracing::Level::WARN,
+                src.addr = %self.src,
+                dst.addr = self.dst.map(field::display),
+                direction = self.direction(),
+                error,
+                "connection failed"
+            );
+            return;
+        };
+        self.metrics.closed.get_or_create(&open.labels).inc();
+        if error.is_some() {
+            self.metrics.failed.get_or_create(&open.labels).inc();
+        }
+        // The level is part of a call's static data, so the line is written out once for each.
+        macro_rules! complete {
+            ($level:ident) => {
+                tracing::event!(
+                    target: "access",
+                    tracing::Level::$level,
+                    src.addr = %self.src,
+                    src.workload = self.source.workload,
+                    src.namespace = self.source.namespace,
+                    src.identity = self.source.identity.as_ref().map(field::display),
+                    dst.addr = self.dst.map(field::display),
+                    dst.hbone_addr = self.hbone_dst,
+                    dst.service = self.service.as_ref().map(|service| field::display(&service.host.hostname)),
+                    dst.workload = self.destination.workload,
+                    dst.namespace = self.destination.namespace,
+                    dst.identity = self.destination.identity.as_ref().map(field::display),
+                    direction = self.direction(),
+                    bytes_sent = open.sent.bytes.load(Ordering::Relaxed),
+                    bytes_recv = open.received.bytes.load(Ordering::Relaxed),
+                    duration = %format_args!("{}ms", self.started.elapsed().as_millis()),
+                    error,
+                    "connection complete"
+                )
+            };
+        }
+        if error.is_none() {
+            complete!(INFO)
+        } else {
+            complete!(ERROR)
+        }
+    }
+}
+
+/// An error with all its causes, on one line.
+pub(crate) fn chain(error: &dyn Error) -> String {
+    let causes = std::iter::successors(Some(error), |&error| error.source());
+    causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+
+    use super::*;
+
+    fn metrics_of(act: impl FnOnce(Record)) -> String {
+        let metrics = Arc::new(Metrics::default());
+        act(Record::new(
+            metrics.clone(),
+            Direction::Inbound,
+            "10.1.2.3:4".parse().unwrap(),
+        ));
+        let mut registry = Registry::default();
+        metrics.register(&mut registry);
+        let mut text = String::new();
+        prometheus_client::encoding::text::encode(&mut text, &registry).unwrap();
+        text.lines()
+            .filter(|line| !line.starts_with('#'))
+            .collect::<Vec<_>>()
+            .join("\n")
+    }
+
+    #[test]
+    fn every_end_is_counted() {
+        const LABELS: &str = "{reporter=\"destination\",connection_security_policy=\"unknown\"}";
+        let open = |mut record: Record| {
+            record.open(Security::unknown);
+            record.counts().0.add(5);
+            record
+        };
+        let reset = || io::Error::from(io::ErrorKind::ConnectionReset);
+        let lost = || io::Error::from(io::ErrorKind::ConnectionAborted);
+        let failed = format!("istio_tcp_connections_failed_total{LABELS} 1");
+        for (name, is_failure, act) in [
+            (
+                "in order",
+                false,
+                Box::new(move |record| open(record).end(Ok(()))) as Box<dyn FnOnce(Record)>,
+            ),
+            (
+                "by an application's reset",
+                false,
+                Box::new(move |record| open(record).end(Err(Cut::Local(reset())))),
+            ),
+            (
+                "by a lost tunnel",
+                true,
+                Box::new(move |record| open(record).end(Err(Cut::Remote(lost())))),
+            ),
+            (
+                "by a failure",
+                true,
+                Box::new(move |record| open(record).fail(&lost())),
+            ),
+            ("cut off", true, Box::new(move |record| drop(open(record)))),
+        ] {
+            let text = metrics_of(act);
+            assert_eq!(text.contains(&failed), is_failure, "{name}: {text}");
+            for counter in ["connections_opened_total", "connections_closed_total"] {
+                assert!(
+                    text.contains(&format!("istio_tcp_{counter}{LABELS} 1")),
+                    "{name}: {text}"
+                );
+            }
+            // What a server sends is the response.
+            assert!(
+                text.contains(&format!("istio_tcp_sent_bytes_total{LABELS} 5")),
+                "{name}: {text}"
+            );
+            assert!(
+                text.contains("redirector_connections_denied_total 0"),
+                "{name}: {text}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_connection_that_was_not_opened_is_denied_and_a_tunnel_is_none() {
+        let denied = metrics_of(|record| record.fail(&io::Error::other("no")));
+        assert_eq!(denied, "redirector_connections_denied_total 1");
+        assert_eq!(
+            metrics_of(Record::into_tunnel),
+            "redirector_connections_denied_total 0"
+        );
+    }
+
+    #[test]
+    fn an_error_is_written_with_its_causes() {
+        #[derive(Debug, thiserror::Error)]
+        #[error("cannot dial")]
+        struct Outer(#[source] io::Error);
+        assert_eq!(chain(&Outer(io::Error::other("no port"))), "cannot dial: no port");
+    }
+}
