@@ -18,6 +18,7 @@
 pub mod discovery;
 pub mod identity;
 pub mod mesh;
+pub mod pods;
 pub mod proxy;
 pub mod redirect;
 pub mod serve;

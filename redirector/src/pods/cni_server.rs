@@ -1,0 +1,314 @@
+//! The socket on which CNI plugins (ours, or any HTTP client) tell of pods: `POST /cmdadd` and `POST /cmddel` over a Unix
+//! stream socket.
+//!
+//! An add is answered with 200 only when the pod is captured. What is told is in `wire`; what becomes of it is
+//! `lifecycle`'s matter.
+
+use std::{
+    fs, io,
+    os::unix::{
+        fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt},
+        net::UnixStream,
+    },
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
+
+use bytes::Bytes;
+use http::{Method, Request, StatusCode};
+use tokio::{
+    net::UnixListener,
+    sync::{mpsc, oneshot},
+    time::timeout,
+};
+use tokio_util::sync::CancellationToken;
+
+use super::{
+    Error, NetnsRef, OnFailure, PodAdd, PodDelete, PodEvent,
+    wire::{self, Event},
+    work::blocking,
+};
+use crate::{
+    mesh::pod::{InvalidPodUid, PodInfo, PodUid},
+    serve::{Answer, Limits, Listener, method_not_allowed, serve, text},
+    sys::netns::Netns,
+    telemetry::Chain,
+};
+
+/// Time for capturing a pod. It goes on after that; the sender is told to try again.
+const ADD_DEADLINE: Duration = Duration::from_secs(30);
+
+const LIMITS: Limits = Limits {
+    connections: 64,
+    body_bytes: 64 * 1024,
+    header_deadline: Duration::from_secs(5),
+    body_deadline: Duration::from_secs(5),
+    connection_deadline: Duration::from_secs(60),
+};
+
+/// Finds the service account of a pod by Kubernetes namespace and pod name.
+pub type ServiceAccounts = Arc<dyn Fn(&str, &str) -> Option<String> + Send + Sync>;
+
+/// The listening socket.
+#[derive(Debug)]
+pub struct CniServer {
+    listener: UnixListener,
+    file: SocketFile,
+}
+
+/// Why the socket is not there.
+#[derive(Debug, thiserror::Error)]
+pub enum BindError {
+    /// Another process listens.
+    #[error("{path} is served by a running agent: stop that one, or choose another path (--cni-socket)", path = .path.display())]
+    InUse {
+        /// Where.
+        path: PathBuf,
+    },
+    /// Something that is not ours to remove is there.
+    #[error("{path} exists and is not a socket: choose another path (--cni-socket)", path = .path.display())]
+    NotASocket {
+        /// Where.
+        path: PathBuf,
+    },
+    /// The system refuses.
+    #[error("{operation} {path}", path = .path.display())]
+    System {
+        /// What was tried.
+        operation: &'static str,
+        /// Where.
+        path: PathBuf,
+        /// Why it failed.
+        #[source]
+        source: io::Error,
+    },
+}
+
+impl CniServer {
+    /// Listens at `path`, with mode 0660. A socket that nobody serves any more is replaced. Must be called within a tokio
+    /// runtime.
+    pub fn bind(path: &Path) -> Result<Self, BindError> {
+        let failed = |operation| {
+            move |source| BindError::System {
+                operation,
+                path: path.to_owned(),
+                source,
+            }
+        };
+        if let Some(directory) = path.parent() {
+            fs::DirBuilder::new()
+                .recursive(true)
+                .mode(0o750)
+                .create(directory)
+                .map_err(failed("create directory of"))?;
+        }
+        match fs::symlink_metadata(path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => return Err(failed("look at")(error)),
+            Ok(metadata) if !metadata.file_type().is_socket() => {
+                return Err(BindError::NotASocket {
+                    path: path.to_owned(),
+                });
+            }
+            Ok(_) => match UnixStream::connect(path) {
+                Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+                    fs::remove_file(path).map_err(failed("remove stale socket"))?;
+                }
+                Ok(_) => {
+                    return Err(BindError::InUse {
+                        path: path.to_owned(),
+                    });
+                }
+                Err(error) => return Err(failed("connect to existing socket")(error)),
+            },
+        }
+        let listener = UnixListener::bind(path).map_err(failed("listen at"))?;
+        fs::set_permissions(path, fs::Permissions::from_mode(0o660)).map_err(failed("set mode of"))?;
+        let metadata = fs::symlink_metadata(path).map_err(failed("look at"))?;
+        let file = SocketFile {
+            path: path.to_owned(),
+            id: (metadata.dev(), metadata.ino()),
+        };
+        Ok(Self { listener, file })
+    }
+
+    /// Serves until `stop`, then removes the socket.
+    pub async fn run(
+        self,
+        events: mpsc::Sender<PodEvent>,
+        accounts: ServiceAccounts,
+        stop: CancellationToken,
+    ) {
+        let Self { listener, file } = self;
+        let handler = Handler { events, accounts };
+        let handle = move |request| {
+            let handler = handler.clone();
+            async move { handler.handle(request).await }
+        };
+        serve(Listener::Unix(listener), LIMITS, stop, handle).await;
+        drop(file);
+    }
+}
+
+/// The socket's file; removed on drop, if it is still this one.
+#[derive(Debug)]
+struct SocketFile {
+    path: PathBuf,
+    id: (u64, u64),
+}
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        let now = fs::symlink_metadata(&self.path).map(|metadata| (metadata.dev(), metadata.ino()));
+        if now.is_ok_and(|id| id == self.id) {
+            let _ = fs::remove_file(&self.path);
+        }
+    }
+}
+
+/// Why a request was not carried out.
+#[derive(Debug, thiserror::Error)]
+enum Failure {
+    #[error(transparent)]
+    Body(#[from] wire::Error),
+    #[error("no usable UID can be made of PodNamespace and PodName")]
+    Uid(#[source] InvalidPodUid),
+    #[error(
+        "ServiceAccount is missing and the workload file has no workload {namespace}/{name}: send ServiceAccount, or add \
+         the workload to the file"
+    )]
+    NoServiceAccount { namespace: String, name: String },
+    #[error("cannot open the pod's network namespace {path}", path = .path.display())]
+    Netns {
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    #[error(transparent)]
+    Lifecycle(#[from] Error),
+    #[error("not done within {ADD_DEADLINE:?}; it goes on: ask again for the result")]
+    Late,
+}
+
+impl Failure {
+    fn status(&self) -> StatusCode {
+        match self {
+            Self::Body(_) | Self::Uid(_) => StatusCode::BAD_REQUEST,
+            _ => StatusCode::INTERNAL_SERVER_ERROR,
+        }
+    }
+}
+
+#[derive(Clone)]
+struct Handler {
+    events: mpsc::Sender<PodEvent>,
+    accounts: ServiceAccounts,
+}
+
+impl Handler {
+    async fn handle(self, request: Request<Bytes>) -> Answer {
+        let post = request.method() == Method::POST;
+        let result = match request.uri().path() {
+            "/cmdadd" | "/cmddel" if !post => return method_not_allowed(&Method::POST),
+            "/cmdadd" => self.add(request.body()).await,
+            "/cmddel" => self.delete(request.body()).await,
+            _ => {
+                return text(
+                    StatusCode::NOT_FOUND,
+                    "no such path: there are /cmdadd and /cmddel\n",
+                );
+            }
+        };
+        match result {
+            Ok(()) => text(StatusCode::OK, ""),
+            Err(failure) => {
+                let status = failure.status();
+                // What the lifecycle refuses it tells itself.
+                if !matches!(failure, Failure::Lifecycle(_)) {
+                    tracing::warn!(path = request.uri().path(), error = %Chain(&failure), "pod event refused");
+                }
+                text(status, format!("{}\n", Chain(&failure)))
+            }
+        }
+    }
+
+    async fn add(&self, body: &[u8]) -> Result<(), Failure> {
+        let event = Event::parse(body)?;
+        let path = event.netns.clone().ok_or(wire::Error::Missing { key: "Netns" })?;
+        let uid = uid(&event)?;
+        let Event {
+            name,
+            namespace,
+            addresses,
+            service_account,
+            ..
+        } = event;
+        let service_account = match service_account.or_else(|| (self.accounts)(&namespace, &name)) {
+            Some(service_account) => service_account,
+            None => return Err(Failure::NoServiceAccount { namespace, name }),
+        };
+        let netns = open(path.clone()).await?.map_err(|source| Failure::Netns {
+            path: path.clone(),
+            source,
+        })?;
+        let add = PodAdd {
+            info: PodInfo {
+                uid,
+                name,
+                namespace,
+                service_account,
+            },
+            netns: Arc::new(netns),
+            netns_path: Some(path),
+            addresses: addresses.iter().map(|address| address.ip).collect(),
+            on_failure: OnFailure::Report,
+        };
+        self.carry_out(|reply| PodEvent::Add(add, reply)).await
+    }
+
+    async fn delete(&self, body: &[u8]) -> Result<(), Failure> {
+        let event = Event::parse(body)?;
+        let uid = uid(&event)?;
+        let netns = match event.netns {
+            None => None,
+            Some(path) => {
+                let there = open(path.clone()).await?.ok();
+                Some(NetnsRef {
+                    path,
+                    id: there.map(|netns| netns.id()),
+                })
+            }
+        };
+        self.carry_out(|reply| PodEvent::Delete(PodDelete { uid, netns }, reply))
+            .await
+    }
+
+    async fn carry_out(&self, event: impl FnOnce(super::Reply) -> PodEvent) -> Result<(), Failure> {
+        let (reply, result) = oneshot::channel();
+        let done = async {
+            // The lifecycle is there as long as this server is; without it the agent is stopping.
+            self.events
+                .send(event(reply))
+                .await
+                .map_err(|_| Error::Stopping)?;
+            result.await.unwrap_or(Err(Error::Stopping))
+        };
+        Ok(timeout(ADD_DEADLINE, done).await.map_err(|_| Failure::Late)??)
+    }
+}
+
+fn uid(event: &Event) -> Result<PodUid, Failure> {
+    match &event.uid {
+        Some(uid) => Ok(uid.clone()),
+        None => PodUid::from_name(&event.namespace, &event.name).map_err(Failure::Uid),
+    }
+}
+
+/// Opens a namespace where it may block.
+async fn open(path: PathBuf) -> Result<io::Result<Netns>, Error> {
+    blocking("open the pod's namespace", move || Ok(Netns::open(&path))).await
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,267 @@
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    task::JoinHandle,
+};
+
+use super::*;
+
+struct Server {
+    path: PathBuf,
+    events: mpsc::Receiver<PodEvent>,
+    stop: CancellationToken,
+    task: JoinHandle<()>,
+    _directory: tempfile::TempDir,
+}
+
+impl Server {
+    fn start() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("made/cni.sock");
+        let (sender, events) = mpsc::channel(4);
+        let stop = CancellationToken::new();
+        let accounts: ServiceAccounts = Arc::new(|namespace, name| {
+            ((namespace, name) == ("shop", "known")).then(|| "from-mesh".to_owned())
+        });
+        let server = CniServer::bind(&path).unwrap();
+        let task = tokio::spawn(server.run(sender, accounts, stop.clone()));
+        Self {
+            path,
+            events,
+            stop,
+            task,
+            _directory: directory,
+        }
+    }
+
+    async fn send(&self, method: &str, path: &str, body: &str) -> tokio::net::UnixStream {
+        let mut stream = tokio::net::UnixStream::connect(&self.path).await.unwrap();
+        let length = body.len();
+        let request =
+            format!("{method} {path} HTTP/1.1\r\nhost: unix\r\ncontent-length: {length}\r\n\r\n{body}");
+        stream.write_all(request.as_bytes()).await.unwrap();
+        stream
+    }
+
+    /// Status and body of the answer to a request that needs no lifecycle.
+    async fn exchange(&self, method: &str, path: &str, body: &str) -> (u16, String) {
+        read(self.send(method, path, body).await).await
+    }
+
+    async fn event(&mut self) -> PodEvent {
+        timeout(Duration::from_secs(20), self.events.recv())
+            .await
+            .unwrap()
+            .unwrap()
+    }
+
+    async fn stop(self) {
+        self.stop.cancel();
+        timeout(Duration::from_secs(20), self.task)
+            .await
+            .unwrap()
+            .unwrap();
+    }
+}
+
+async fn read(mut stream: tokio::net::UnixStream) -> (u16, String) {
+    let mut answer = String::new();
+    timeout(Duration::from_secs(20), stream.read_to_string(&mut answer))
+        .await
+        .unwrap()
+        .unwrap();
+    let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+    (head.split(' ').nth(1).unwrap().parse().unwrap(), body.to_owned())
+}
+
+const OWN: &str = "/proc/self/ns/net";
+
+fn event(name: &str, more: &str) -> String {
+    format!(
+        r#"{{"Netns":"{OWN}","PodName":"{name}","PodNamespace":"shop",
+            "IPs":[{{"Address":{{"IP":"10.4.1.9","Mask":"////AA=="}}}}]{more}}}"#
+    )
+}
+
+#[tokio::test]
+async fn an_add_is_answered_when_it_is_done() {
+    let mut server = Server::start();
+    let table = [
+        (
+            event("web", r#","PodUID":"u-1","ServiceAccount":"sa""#),
+            "u-1",
+            "sa",
+        ),
+        (event("web", r#","ServiceAccount":"sa""#), "shop_web", "sa"),
+        (event("known", ""), "shop_known", "from-mesh"),
+    ];
+    for (body, uid, service_account) in table {
+        let request = server.send("POST", "/cmdadd", &body).await;
+        let PodEvent::Add(add, reply) = server.event().await else {
+            panic!()
+        };
+        assert_eq!(
+            (add.info.uid.as_str(), add.info.service_account.as_str()),
+            (uid, service_account)
+        );
+        assert_eq!(add.addresses, ["10.4.1.9".parse::<std::net::IpAddr>().unwrap()]);
+        assert_eq!(add.netns_path.as_deref(), Some(Path::new(OWN)));
+        assert_eq!(add.on_failure, OnFailure::Report);
+        reply.send(Ok(())).unwrap();
+        assert_eq!(read(request).await, (200, String::new()));
+    }
+    let request = server.send("POST", "/cmdadd", &event("known", "")).await;
+    let PodEvent::Add(add, reply) = server.event().await else {
+        panic!()
+    };
+    reply
+        .send(Err(Error::NodeNamespace {
+            netns: add.netns.id(),
+        }))
+        .unwrap();
+    let (status, text) = read(request).await;
+    assert!(
+        status == 500 && text.contains("the node's own network namespace"),
+        "{status} {text}"
+    );
+    // An answer that never comes, because the lifecycle has ended.
+    let request = server.send("POST", "/cmdadd", &event("known", "")).await;
+    drop(server.event().await);
+    assert_eq!(read(request).await, (500, "the agent is stopping\n".to_owned()));
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_delete_names_the_namespace_it_means() {
+    let mut server = Server::start();
+    let own = Netns::open(Path::new(OWN)).unwrap().id();
+    let table = [
+        (r#"{"PodName":"web","PodNamespace":"shop"}"#.to_owned(), None),
+        (
+            r#"{"Netns":"","PodName":"web","PodNamespace":"shop"}"#.to_owned(),
+            None,
+        ),
+        (
+            r#"{"Netns":"/gone","PodName":"web","PodNamespace":"shop"}"#.to_owned(),
+            Some(NetnsRef {
+                path: "/gone".into(),
+                id: None,
+            }),
+        ),
+        (
+            event("web", ""),
+            Some(NetnsRef {
+                path: OWN.into(),
+                id: Some(own),
+            }),
+        ),
+    ];
+    for (body, netns) in table {
+        let request = server.send("POST", "/cmddel", &body).await;
+        let PodEvent::Delete(delete, reply) = server.event().await else {
+            panic!()
+        };
+        assert_eq!((delete.uid.as_str(), delete.netns), ("shop_web", netns));
+        reply.send(Ok(())).unwrap();
+        assert_eq!(read(request).await, (200, String::new()));
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn wrong_requests_are_refused_with_a_reason() {
+    let mut server = Server::start();
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let not_netns = event("known", "").replace(OWN, file.path().to_str().unwrap());
+    let other_kind = event("known", "").replace(OWN, "/proc/self/ns/mnt");
+    let table: [(&str, &str, String, u16, &str); 14] = [
+        ("POST", "/cmdadd", String::new(), 400, "the body is empty"),
+        ("POST", "/cmddel", String::new(), 400, "the body is empty"),
+        ("POST", "/cmdadd", "{nonsense".into(), 400, "not JSON"),
+        ("POST", "/cmdadd", "{}".into(), 400, "PodName is missing"),
+        (
+            "POST",
+            "/cmdadd",
+            event("known", "").replace(OWN, ""),
+            400,
+            "Netns is missing",
+        ),
+        (
+            "POST",
+            "/cmdadd",
+            event("known", "").replace(OWN, "ns/net"),
+            400,
+            "Netns is not an absolute path",
+        ),
+        (
+            "POST",
+            "/cmdadd",
+            event("a/b", r#","ServiceAccount":"sa""#),
+            400,
+            "no usable UID",
+        ),
+        (
+            "POST",
+            "/cmdadd",
+            event("web", ""),
+            500,
+            "no workload shop/web: send ServiceAccount, or add",
+        ),
+        (
+            "POST",
+            "/cmdadd",
+            event("known", "").replace(OWN, "/gone"),
+            500,
+            "namespace /gone: No such file",
+        ),
+        ("POST", "/cmdadd", not_netns, 500, "not a network namespace"),
+        ("POST", "/cmdadd", other_kind, 500, "not a network namespace"),
+        (
+            "POST",
+            "/cmdadd",
+            "x".repeat(64 * 1024 + 1),
+            413,
+            "more than 65536 bytes",
+        ),
+        ("GET", "/cmdadd", String::new(), 405, "only POST"),
+        ("POST", "/other", String::new(), 404, "no such path"),
+    ];
+    for (method, path, body, status, expected) in table {
+        let (found, text) = server.exchange(method, path, &body).await;
+        assert!(
+            found == status && text.contains(expected),
+            "{method} {path} {body:.80}: {found} {text}"
+        );
+    }
+    assert!(server.events.try_recv().is_err(), "nothing of it came through");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn the_socket_is_ours_alone() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("cni.sock");
+    let server = CniServer::bind(&path).unwrap();
+    assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o7777, 0o660);
+    assert!(matches!(CniServer::bind(&path), Err(BindError::InUse { .. })));
+
+    // What an agent that was killed leaves.
+    std::mem::forget(server.file);
+    drop(server.listener);
+    assert!(path.exists());
+    let server = CniServer::bind(&path).unwrap();
+
+    // Another's socket at our path survives our end.
+    fs::remove_file(&path).unwrap();
+    let other = CniServer::bind(&path).unwrap();
+    drop(server);
+    assert!(path.exists());
+    drop(other);
+    assert!(!path.exists());
+
+    fs::write(&path, "data").unwrap();
+    assert!(matches!(
+        CniServer::bind(&path),
+        Err(BindError::NotASocket { .. })
+    ));
+    assert_eq!(fs::read_to_string(&path).unwrap(), "data");
+}

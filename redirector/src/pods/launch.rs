@@ -1,0 +1,105 @@
+//! What the lifecycle asks of a pod's surroundings: its addresses, its identity, its proxy. A trait, so that tests of the
+//! lifecycle need neither namespaces nor sockets.
+
+use std::{future::Future, io, net::IpAddr, sync::Arc, time::Duration};
+
+use super::Error;
+use crate::{
+    mesh::{pod::PodInfo, spiffe::SpiffeId},
+    proxy::{PodContext, PodProxy, Shared},
+    redirect::Listeners,
+    sys::{
+        netlink::{self, InterfaceAddress},
+        netns::Netns,
+    },
+};
+
+/// A pod whose proxy is to start.
+#[derive(Debug, Clone)]
+pub struct NewPod {
+    /// Who it is.
+    pub info: PodInfo,
+    /// Its namespace.
+    pub netns: Arc<Netns>,
+    /// All its addresses.
+    pub addresses: Vec<IpAddr>,
+}
+
+/// A pod's surroundings.
+pub trait Launch: Send + Sync + 'static {
+    /// A running proxy.
+    type Proxy: Send + 'static;
+
+    /// All addresses in a namespace. Blocking.
+    fn addresses(&self, netns: &Netns) -> io::Result<Vec<InterfaceAddress>>;
+
+    /// Starts the proxy of a pod: its identity first, then its listeners. Blocking; called within a tokio runtime.
+    fn start(&self, pod: NewPod) -> Result<Self::Proxy, Error>;
+
+    /// The proxy's listeners.
+    fn listeners<'a>(&self, proxy: &'a Self::Proxy) -> Listeners<'a>;
+
+    /// Stops a proxy. Its connections have `grace` to end; then they are closed.
+    fn stop(&self, proxy: Self::Proxy, grace: Duration) -> impl Future<Output = ()> + Send;
+}
+
+/// The real surroundings.
+pub struct PodProxies {
+    shared: Arc<Shared>,
+    trust_domain: String,
+}
+
+impl PodProxies {
+    /// Proxies that share `shared`. Pods that the mesh does not know are in `trust_domain`.
+    pub fn new(shared: Arc<Shared>, trust_domain: String) -> Self {
+        Self { shared, trust_domain }
+    }
+
+    /// Namespace and service account are the event's; the trust domain is the mesh's.
+    fn identity(&self, info: &PodInfo) -> Result<SpiffeId, Error> {
+        let mesh = Arc::clone(&self.shared.mesh.borrow());
+        let workload = mesh.pod(&info.namespace, &info.name);
+        let trust_domain = workload.map_or(self.trust_domain.as_str(), |workload| &workload.trust_domain);
+        SpiffeId::new(trust_domain, &info.namespace, &info.service_account).map_err(|source| {
+            Error::Identity {
+                pod: format!("{}/{}", info.namespace, info.name),
+                source,
+            }
+        })
+    }
+}
+
+impl Launch for PodProxies {
+    type Proxy = PodProxy;
+
+    fn addresses(&self, netns: &Netns) -> io::Result<Vec<InterfaceAddress>> {
+        netlink::interface_addresses(netns)
+    }
+
+    fn start(&self, pod: NewPod) -> Result<PodProxy, Error> {
+        let NewPod {
+            info,
+            netns,
+            addresses,
+        } = pod;
+        let identity = self.shared.identities.hold(&self.identity(&info)?);
+        PodProxy::start(
+            Arc::clone(&self.shared),
+            PodContext {
+                info,
+                identity,
+                netns,
+                addresses,
+            },
+        )
+        .map_err(Error::Start)
+    }
+
+    fn listeners<'a>(&self, proxy: &'a PodProxy) -> Listeners<'a> {
+        proxy.listeners()
+    }
+
+    async fn stop(&self, proxy: PodProxy, grace: Duration) {
+        proxy.stop(grace).await;
+    }
+}

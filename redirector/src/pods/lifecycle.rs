@@ -1,0 +1,560 @@
+//! The pod table and its single owner: a task that takes pod events, runs each pod's steps (`work`) in order and different
+//! pods' at one time, and answers.
+//!
+//! The end state is the desired set, whatever the order of events: a pod that fails stops no other, what is asked while its
+//! steps run waits in its own queue, and what an earlier agent left for pods that are gone is released after the snapshot.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap, VecDeque},
+    sync::Arc,
+    time::Duration,
+};
+
+use tokio::{
+    sync::{mpsc, watch},
+    task::{self, JoinError, JoinSet},
+    time::{Instant, MissedTickBehavior, interval, timeout_at},
+};
+use tokio_util::sync::CancellationToken;
+use tracing::{debug, error, info, warn};
+
+use super::{
+    Error, OnFailure, PodAdd, PodDelete, PodEvent, Reply,
+    launch::Launch,
+    records::Records,
+    status::{Metrics, PodStatus, State, Status},
+    work::{Captured, Done, Worker, blocking},
+};
+use crate::{mesh::pod::PodUid, redirect::Redirector, sys::netns::NetnsId, telemetry::Chain};
+
+/// Time between tries to capture a pod that failed. ztunnel's.
+const RETRY_INTERVAL: Duration = Duration::from_secs(5);
+
+/// Time that steps which are running get to end when the agent stops.
+const STOP_DEADLINE: Duration = Duration::from_secs(20);
+
+/// Settings of the lifecycle.
+#[derive(Debug, Clone)]
+pub struct Config {
+    /// The namespaces that are the node's own.
+    pub node: Vec<NetnsId>,
+    /// Time that the connections of a released pod get to end.
+    pub release_grace: Duration,
+    /// Time that all connections get to end when the agent stops.
+    pub shutdown_grace: Duration,
+    /// Pods are released when the agent stops. Otherwise their capture stays, and they fail closed until an agent is back.
+    pub release_on_exit: bool,
+}
+
+/// The owner of the pod table.
+pub struct Lifecycle<L: Launch> {
+    worker: Arc<Worker<L>>,
+    config: Config,
+    table: BTreeMap<PodUid, Entry<L::Proxy>>,
+    jobs: JoinSet<Finished<L::Proxy>>,
+    /// The pods of `jobs`.
+    running: HashMap<task::Id, PodUid>,
+    snapshot: Snapshot,
+    /// What is left of pods that are gone is to be looked for.
+    sweep: Sweep,
+    status: watch::Sender<Status>,
+    metrics: Metrics,
+}
+
+/// A pod in the table: captured, or with something to do. Its queue is bounded by its senders, of which each waits for its
+/// answer (the connections of the CNI socket, or the one of ZDS).
+struct Entry<P> {
+    pod: Option<Captured<P>>,
+    job: Option<Job>,
+    queue: VecDeque<(Request, Option<Reply>)>,
+    /// To be tried again, and why it failed.
+    retry: Option<(PodAdd, String)>,
+}
+
+impl<P> Default for Entry<P> {
+    fn default() -> Self {
+        Self {
+            pod: None,
+            job: None,
+            queue: VecDeque::new(),
+            retry: None,
+        }
+    }
+}
+
+struct Job {
+    request: Request,
+    reply: Option<Reply>,
+}
+
+enum Request {
+    Add(PodAdd),
+    Delete(PodDelete),
+}
+
+enum Finished<P> {
+    Pod(Done<P>),
+    Swept(Result<Vec<PodUid>, Error>),
+}
+
+/// What the source of events has named, since it began or began anew.
+enum Snapshot {
+    Receiving(BTreeSet<PodUid>),
+    /// The pods of which only the existence is known stay here.
+    Received(BTreeSet<PodUid>),
+}
+
+#[derive(PartialEq, Eq)]
+enum Sweep {
+    Wanted,
+    Running,
+    Done,
+}
+
+impl<L: Launch> Lifecycle<L> {
+    /// A lifecycle without pods, and a view of its table.
+    pub fn new(
+        launch: L,
+        redirector: Arc<dyn Redirector>,
+        records: Records,
+        config: Config,
+        metrics: Metrics,
+    ) -> (Self, watch::Receiver<Status>) {
+        let (status, view) = watch::channel(Status::default());
+        let worker = Worker {
+            launch,
+            redirector,
+            records,
+            node: config.node.clone(),
+            release_grace: config.release_grace,
+        };
+        let lifecycle = Self {
+            worker: Arc::new(worker),
+            config,
+            table: BTreeMap::new(),
+            jobs: JoinSet::new(),
+            running: HashMap::new(),
+            snapshot: Snapshot::Receiving(BTreeSet::new()),
+            sweep: Sweep::Done,
+            status,
+            metrics,
+        };
+        (lifecycle, view)
+    }
+
+    /// Carries out events until `stop`, and then stops all proxies.
+    pub async fn run(mut self, mut events: mpsc::Receiver<PodEvent>, stop: CancellationToken) {
+        let mut retry = interval(RETRY_INTERVAL);
+        retry.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            tokio::select! {
+                () = stop.cancelled() => break,
+                event = events.recv() => match event {
+                    Some(event) => self.event(event),
+                    None => break,
+                },
+                Some(finished) = self.jobs.join_next_with_id() => self.finished(finished),
+                _ = retry.tick() => self.retry(),
+            }
+            self.publish();
+        }
+        events.close();
+        while let Ok(event) = events.try_recv() {
+            refuse(event);
+        }
+        self.shut_down().await;
+    }
+
+    fn event(&mut self, event: PodEvent) {
+        match event {
+            PodEvent::Add(add, reply) => {
+                if let Snapshot::Receiving(named) = &mut self.snapshot {
+                    named.insert(add.info.uid.clone());
+                }
+                self.enqueue_add(add, Some(reply));
+            }
+            PodEvent::Keep(uid, reply) => {
+                let result = match &mut self.snapshot {
+                    Snapshot::Receiving(named) => {
+                        named.insert(uid);
+                        Ok(())
+                    }
+                    Snapshot::Received(_) => Err(Error::Protocol("keep after the end of the snapshot")),
+                };
+                answer(Some(reply), result);
+            }
+            PodEvent::Delete(delete, reply) => match &mut self.snapshot {
+                // What is really there is released at the end of the snapshot.
+                Snapshot::Receiving(named) => {
+                    named.remove(&delete.uid);
+                    if let Some(entry) = self.table.get_mut(&delete.uid) {
+                        entry.retry = None;
+                    }
+                    self.settle(&delete.uid);
+                    answer(Some(reply), Ok(()));
+                }
+                Snapshot::Received(named) => {
+                    named.remove(&delete.uid);
+                    self.enqueue(delete.uid.clone(), Request::Delete(delete), Some(reply));
+                }
+            },
+            PodEvent::SnapshotSent(reply) => {
+                let result = self.snapshot_sent();
+                answer(Some(reply), result);
+            }
+            PodEvent::Resync => self.snapshot = Snapshot::Receiving(BTreeSet::new()),
+        }
+    }
+
+    /// Releases the pods that were not named. Their answers are nobody's.
+    fn snapshot_sent(&mut self) -> Result<(), Error> {
+        let Snapshot::Receiving(named) = &mut self.snapshot else {
+            return Err(Error::Protocol("a second end of the snapshot"));
+        };
+        let named = std::mem::take(named);
+        let gone: Vec<_> = self
+            .table
+            .keys()
+            .filter(|uid| !named.contains(*uid))
+            .cloned()
+            .collect();
+        info!(
+            named = named.len(),
+            gone = gone.len(),
+            "snapshot of pods received"
+        );
+        self.snapshot = Snapshot::Received(named);
+        for uid in gone {
+            self.enqueue(uid.clone(), Request::Delete(PodDelete { uid, netns: None }), None);
+        }
+        self.sweep = Sweep::Wanted;
+        self.start_sweep();
+        Ok(())
+    }
+
+    /// Asks for all pods that something is in place for. What an earlier agent left is among them.
+    fn start_sweep(&mut self) {
+        if self.sweep == Sweep::Wanted {
+            self.sweep = Sweep::Running;
+            let worker = Arc::clone(&self.worker);
+            self.jobs.spawn(async move {
+                Finished::Swept(blocking("list what is attached", move || worker.known()).await)
+            });
+        }
+    }
+
+    fn swept(&mut self, known: Result<Vec<PodUid>, Error>) {
+        let Snapshot::Received(named) = &self.snapshot else {
+            // The source has begun anew meanwhile; the end of its next snapshot asks again.
+            self.sweep = Sweep::Done;
+            return;
+        };
+        match known {
+            Ok(known) => {
+                self.sweep = Sweep::Done;
+                let gone = |uid: &PodUid| !named.contains(uid) && !self.table.contains_key(uid);
+                for uid in known.into_iter().filter(gone).collect::<Vec<_>>() {
+                    info!(%uid, "releasing what an earlier agent left for a pod that is gone");
+                    self.enqueue(uid.clone(), Request::Delete(PodDelete { uid, netns: None }), None);
+                }
+            }
+            Err(error) => {
+                self.sweep = Sweep::Wanted;
+                warn!(error = %Chain(&error), "cannot look for what an earlier agent left; trying again");
+            }
+        }
+    }
+
+    fn enqueue_add(&mut self, add: PodAdd, reply: Option<Reply>) {
+        let (uid, netns) = (add.info.uid.clone(), add.netns.id());
+        if let Some(owner) = self.owner_of(netns, &uid) {
+            let error = Error::Duplicate { netns, owner };
+            warn!(%uid, error = %Chain(&error), "cannot capture the pod");
+            self.metrics.failed.inc();
+            if add.on_failure == OnFailure::Retry {
+                self.table.entry(uid).or_default().retry = Some((add, error.to_string()));
+            }
+            return answer(reply, Err(error));
+        }
+        self.enqueue(uid, Request::Add(add), reply);
+    }
+
+    /// The other pod that has `netns`, or is about to.
+    fn owner_of(&self, netns: NetnsId, uid: &PodUid) -> Option<PodUid> {
+        let wants = |request: &Request| matches!(request, Request::Add(add) if add.netns.id() == netns);
+        let owns = |entry: &Entry<L::Proxy>| {
+            entry.pod.as_ref().is_some_and(|pod| pod.add.netns.id() == netns)
+                || entry.job.as_ref().is_some_and(|job| wants(&job.request))
+                || entry.queue.iter().any(|(request, _)| wants(request))
+        };
+        self.table
+            .iter()
+            .find(|(other, entry)| *other != uid && owns(entry))
+            .map(|(other, _)| other.clone())
+    }
+
+    fn enqueue(&mut self, uid: PodUid, request: Request, reply: Option<Reply>) {
+        self.table
+            .entry(uid.clone())
+            .or_default()
+            .queue
+            .push_back((request, reply));
+        self.settle(&uid);
+    }
+
+    /// Starts the next job of a pod, or drops its entry when there is nothing left of it.
+    fn settle(&mut self, uid: &PodUid) {
+        while let Some(entry) = self.table.get_mut(uid) {
+            if entry.job.is_some() {
+                return;
+            }
+            let Some((request, reply)) = entry.queue.pop_front() else {
+                if entry.pod.is_none() && entry.retry.is_none() {
+                    self.table.remove(uid);
+                }
+                return;
+            };
+            let worker = Arc::clone(&self.worker);
+            let spawned = match &request {
+                Request::Delete(delete) if entry.is_late(delete) => {
+                    info!(%uid, netns = ?delete.netns, "late delete of a namespace that the pod no longer has: ignored");
+                    answer(reply, Ok(()));
+                    continue;
+                }
+                Request::Add(add) => {
+                    let (old, add) = (entry.pod.take(), add.clone());
+                    self.jobs
+                        .spawn(async move { Finished::Pod(worker.add(old, add).await) })
+                }
+                Request::Delete(_) => {
+                    let (old, uid) = (entry.pod.take(), uid.clone());
+                    self.jobs
+                        .spawn(async move { Finished::Pod(worker.delete(old, uid).await) })
+                }
+            };
+            // A newer request makes an older one's retry moot.
+            entry.retry = None;
+            entry.job = Some(Job { request, reply });
+            self.running.insert(spawned.id(), uid.clone());
+        }
+    }
+
+    fn finished(&mut self, finished: Result<(task::Id, Finished<L::Proxy>), JoinError>) {
+        let (id, finished) = match finished {
+            Ok((id, finished)) => (id, finished),
+            // The steps catch their panics, so this is one between them. What it held is dropped: the proxy is gone.
+            Err(error) => {
+                error!(%error, "internal fault in a pod's job");
+                (
+                    error.id(),
+                    Finished::Pod(Done {
+                        pod: None,
+                        result: Err(Error::Panicked { step: "pod's job" }),
+                    }),
+                )
+            }
+        };
+        let done = match (self.running.remove(&id), finished) {
+            (Some(uid), Finished::Pod(done)) => (uid, done),
+            (_, Finished::Swept(known)) => return self.swept(known),
+            (None, Finished::Pod(_)) => {
+                return self.swept(Err(Error::Panicked {
+                    step: "list what is attached",
+                }));
+            }
+        };
+        let (uid, Done { pod, result }) = done;
+        let Some(entry) = self.table.get_mut(&uid) else {
+            return;
+        };
+        let Some(Job { request, reply }) = entry.job.take() else {
+            return;
+        };
+        entry.pod = pod;
+        match (request, &result) {
+            (Request::Add(_), Ok(())) => {
+                self.metrics.started.inc();
+            }
+            (Request::Add(add), Err(error)) => {
+                self.metrics.failed.inc();
+                warn!(%uid, error = %Chain(error), "cannot capture the pod");
+                match (add.on_failure, error) {
+                    // Nothing to retry; and an earlier agent may have left something.
+                    (OnFailure::Retry, Error::NamespaceGone { .. }) => {
+                        let delete = PodDelete {
+                            uid: uid.clone(),
+                            netns: None,
+                        };
+                        entry.queue.push_front((Request::Delete(delete), None));
+                    }
+                    (OnFailure::Retry, _) if entry.queue.is_empty() => {
+                        entry.retry = Some((add, Chain(error).to_string()));
+                    }
+                    _ => {}
+                }
+            }
+            (Request::Delete(_), Ok(())) => {
+                self.metrics.stopped.inc();
+            }
+            (Request::Delete(_), Err(error)) => {
+                error!(%uid, error = %Chain(error), "the pod was not released in full")
+            }
+        }
+        answer(reply, result);
+        self.settle(&uid);
+    }
+
+    fn retry(&mut self) {
+        self.start_sweep();
+        let idle = |entry: &&mut Entry<L::Proxy>| entry.job.is_none() && entry.queue.is_empty();
+        let adds: Vec<_> = self
+            .table
+            .values_mut()
+            .filter(idle)
+            .filter_map(|entry| Some(entry.retry.as_ref()?.0.clone()))
+            .collect();
+        for add in adds {
+            debug!(uid = %add.info.uid, "trying again to capture the pod");
+            self.enqueue_add(add, None);
+        }
+    }
+
+    fn publish(&self) {
+        let pods: Vec<_> = self
+            .table
+            .iter()
+            .filter_map(|(uid, entry)| entry.status(uid))
+            .collect();
+        let count = |state| pods.iter().filter(|pod| pod.state == state).count() as i64;
+        self.metrics.active.set(count(State::Captured));
+        self.metrics.pending.set(count(State::NotCaptured));
+        let status = Status {
+            synced: matches!(self.snapshot, Snapshot::Received(_)),
+            pods,
+        };
+        self.status.send_if_modified(|old| {
+            let changed = *old != status;
+            *old = status;
+            changed
+        });
+    }
+
+    async fn shut_down(mut self) {
+        for entry in self.table.values_mut() {
+            entry.retry = None;
+            for (_, reply) in entry.queue.drain(..) {
+                answer(reply, Err(Error::Stopping));
+            }
+        }
+        let deadline = Instant::now() + STOP_DEADLINE;
+        while let Ok(Some(finished)) = timeout_at(deadline, self.jobs.join_next_with_id()).await {
+            self.finished(finished);
+        }
+        let Config {
+            shutdown_grace,
+            release_on_exit,
+            ..
+        } = self.config;
+        info!(pods = self.table.len(), grace = ?shutdown_grace, release_on_exit, "stopping the proxies of all pods");
+        let mut stops = JoinSet::new();
+        for pod in std::mem::take(&mut self.table)
+            .into_values()
+            .filter_map(|entry| entry.pod)
+        {
+            stops.spawn(Arc::clone(&self.worker).shut_down(pod, shutdown_grace, release_on_exit));
+        }
+        let deadline = Instant::now() + shutdown_grace + STOP_DEADLINE;
+        while let Ok(Some(stopped)) = timeout_at(deadline, stops.join_next()).await {
+            if let Err(error) = stopped {
+                error!(%error, "internal fault while a pod's proxy was stopped");
+            }
+        }
+        if release_on_exit {
+            self.release_leftovers().await;
+        }
+    }
+
+    /// Releases the pods that were captured and not in the table: those whose retries never worked.
+    async fn release_leftovers(&self) {
+        let worker = Arc::clone(&self.worker);
+        let known = blocking("list what is attached", move || worker.known()).await;
+        for uid in known.unwrap_or_else(|error| {
+            error!(error = %Chain(&error), "cannot look for pods that are still captured");
+            Vec::new()
+        }) {
+            if let Err(error) = Arc::clone(&self.worker).delete(None, uid.clone()).await.result {
+                error!(%uid, error = %Chain(&error), "the pod was not released in full");
+            }
+        }
+    }
+}
+
+impl<P> Entry<P> {
+    /// Whether a delete names a namespace that is not the pod's: the pod has got another since.
+    fn is_late(&self, delete: &PodDelete) -> bool {
+        let Some(named) = &delete.netns else { return false };
+        let add = self
+            .pod
+            .as_ref()
+            .map(|pod| &pod.add)
+            .or_else(|| self.retry.as_ref().map(|(add, _)| add));
+        let Some(add) = add else { return false };
+        let same_path = add.netns_path.as_ref().is_none_or(|path| *path == named.path);
+        !same_path && named.id != Some(add.netns.id())
+    }
+
+    fn status(&self, uid: &PodUid) -> Option<PodStatus> {
+        let job = self.job.as_ref().map(|job| &job.request);
+        let queued = self.queue.iter().map(|(request, _)| request);
+        let requested = job.into_iter().chain(queued).find_map(|request| match request {
+            Request::Add(add) => Some(add),
+            Request::Delete(_) => None,
+        });
+        let captured = self.pod.as_ref().map(|pod| &pod.add);
+        let (add, state, error) = match (job, captured, &self.retry) {
+            (Some(Request::Add(add)), _, _) => (add, State::Starting, None),
+            (None, Some(captured), _) => (captured, State::Captured, None),
+            (None, None, Some((add, error))) => (add, State::NotCaptured, Some(error.clone())),
+            (Some(Request::Delete(_)), _, _) | (None, None, None) => (requested?, State::Stopping, None),
+        };
+        let PodAdd {
+            info,
+            netns,
+            netns_path,
+            addresses,
+            ..
+        } = add;
+        let addresses = self.pod.as_ref().map_or(addresses, |pod| &pod.network.addresses);
+        Some(PodStatus {
+            uid: uid.to_string(),
+            name: info.name.clone(),
+            namespace: info.namespace.clone(),
+            service_account: info.service_account.clone(),
+            netns: netns.id().ino,
+            netns_path: netns_path.clone(),
+            addresses: addresses.clone(),
+            state,
+            error,
+        })
+    }
+}
+
+fn answer(reply: Option<Reply>, result: Result<(), Error>) {
+    // Who asked may have given up: the pod's state is what it is all the same.
+    if let Some(reply) = reply {
+        let _ = reply.send(result);
+    }
+}
+
+fn refuse(event: PodEvent) {
+    match event {
+        PodEvent::Add(_, reply)
+        | PodEvent::Keep(_, reply)
+        | PodEvent::Delete(_, reply)
+        | PodEvent::SnapshotSent(reply) => answer(Some(reply), Err(Error::Stopping)),
+        PodEvent::Resync => {}
+    }
+}
+
+#[cfg(test)]
+mod tests;

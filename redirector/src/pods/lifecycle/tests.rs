@@ -1,0 +1,682 @@
+use std::{
+    collections::BTreeSet,
+    io,
+    net::{IpAddr, SocketAddr},
+    os::fd::{AsFd, BorrowedFd},
+    path::PathBuf,
+    sync::{Arc, Mutex},
+    time::Duration,
+};
+
+use tokio::{sync::oneshot, task::JoinHandle};
+
+use super::{
+    super::{NetnsRef, launch::NewPod},
+    *,
+};
+use crate::{
+    mesh::pod::PodInfo,
+    redirect::{self, Count, Listeners, Marks, PodNetwork},
+    sys::{netlink::InterfaceAddress, netns::Netns},
+};
+
+const NODE: u64 = 1;
+
+/// What was done to whom, and what is to go wrong.
+#[derive(Default)]
+struct World {
+    log: Mutex<Vec<String>>,
+    attached: Mutex<BTreeSet<PodUid>>,
+    /// `step uid` that fail, and `step uid!` that panic.
+    faults: Mutex<BTreeSet<String>>,
+    /// The `start` of this pod waits for a message.
+    gate: Mutex<Option<(String, std::sync::mpsc::Receiver<()>)>>,
+}
+
+impl World {
+    fn step(&self, step: &str, uid: &PodUid) -> Result<(), redirect::Error> {
+        self.log.lock().unwrap().push(format!("{step} {uid}"));
+        let faults = self.faults.lock().unwrap().clone();
+        assert!(
+            !faults.contains(&format!("{step} {uid}!")),
+            "a fault that the test wants"
+        );
+        match faults.contains(&format!("{step} {uid}")) {
+            true => Err(redirect::Error {
+                operation: format!("{step} {uid}"),
+                source: "no".into(),
+            }),
+            false => Ok(()),
+        }
+    }
+
+    fn fault(&self, fault: &str) {
+        self.faults.lock().unwrap().insert(fault.to_owned());
+    }
+
+    fn mend(&self) {
+        self.faults.lock().unwrap().clear();
+    }
+
+    fn log(&self) -> Vec<String> {
+        std::mem::take(&mut *self.log.lock().unwrap())
+    }
+}
+
+impl Redirector for World {
+    fn name(&self) -> &'static str {
+        "test"
+    }
+
+    fn marks(&self) -> Marks {
+        unreachable!()
+    }
+
+    fn attach(&self, pod: &PodNetwork, _: Listeners<'_>) -> Result<(), redirect::Error> {
+        self.step("attach", &pod.uid)?;
+        self.attached.lock().unwrap().insert(pod.uid.clone());
+        Ok(())
+    }
+
+    fn release(&self, pod: &PodNetwork) -> Result<(), redirect::Error> {
+        self.step("release", &pod.uid)
+    }
+
+    fn counts(&self, _: &PodUid) -> Result<Vec<Count>, redirect::Error> {
+        unreachable!()
+    }
+
+    fn detach(&self, pod: &PodNetwork) -> Result<(), Vec<redirect::Error>> {
+        self.attached.lock().unwrap().remove(&pod.uid);
+        self.step("detach", &pod.uid).map_err(|error| vec![error])
+    }
+
+    fn forget(&self, uid: &PodUid) -> Result<(), Vec<redirect::Error>> {
+        self.attached.lock().unwrap().remove(uid);
+        self.step("forget", uid).map_err(|error| vec![error])
+    }
+
+    fn attached(&self) -> Result<Vec<PodUid>, redirect::Error> {
+        Ok(self.attached.lock().unwrap().iter().cloned().collect())
+    }
+
+    fn original_dst(&self, _: BorrowedFd<'_>) -> io::Result<SocketAddr> {
+        unreachable!()
+    }
+
+    fn own_socket(&self, _: BorrowedFd<'_>) -> io::Result<()> {
+        unreachable!()
+    }
+}
+
+struct Surroundings(Arc<World>);
+
+struct Proxy {
+    uid: PodUid,
+    socket: std::fs::File,
+}
+
+impl Launch for Surroundings {
+    type Proxy = Proxy;
+
+    fn addresses(&self, netns: &Netns) -> io::Result<Vec<InterfaceAddress>> {
+        let address = address_of(netns.id().ino);
+        Ok(vec![InterfaceAddress {
+            interface: "eth0".into(),
+            address,
+            loopback: false,
+        }])
+    }
+
+    fn start(&self, pod: NewPod) -> Result<Proxy, Error> {
+        let uid = pod.info.uid;
+        self.0.step("start", &uid).map_err(Error::Attach)?;
+        let gate = self
+            .0
+            .gate
+            .lock()
+            .unwrap()
+            .take_if(|(gated, _)| *gated == uid.as_str());
+        if let Some((_, gate)) = gate {
+            let _ = gate.recv_timeout(Duration::from_secs(10));
+        }
+        Ok(Proxy {
+            uid,
+            socket: std::fs::File::open("/dev/null").unwrap(),
+        })
+    }
+
+    fn listeners<'a>(&self, proxy: &'a Proxy) -> Listeners<'a> {
+        let socket = proxy.socket.as_fd();
+        Listeners {
+            outbound: socket,
+            inbound: socket,
+            hbone: socket,
+        }
+    }
+
+    async fn stop(&self, proxy: Proxy, grace: Duration) {
+        let _ = self.0.step(&format!("stop {}s", grace.as_secs()), &proxy.uid);
+    }
+}
+
+fn address_of(ino: u64) -> IpAddr {
+    IpAddr::from([10, 0, 0, ino as u8])
+}
+
+struct Agent {
+    world: Arc<World>,
+    records: Records,
+    events: mpsc::Sender<PodEvent>,
+    status: watch::Receiver<Status>,
+    stop: CancellationToken,
+    task: JoinHandle<()>,
+    state: tempfile::TempDir,
+}
+
+impl Agent {
+    /// An agent that has not seen a snapshot.
+    fn fresh(release_on_exit: bool) -> Self {
+        let state = tempfile::tempdir().unwrap();
+        let records = Records::open(state.path()).unwrap();
+        let world = Arc::new(World::default());
+        let config = Config {
+            node: vec![NetnsId { dev: 0, ino: NODE }],
+            release_grace: Duration::ZERO,
+            shutdown_grace: Duration::from_secs(5),
+            release_on_exit,
+        };
+        let launch = Surroundings(Arc::clone(&world));
+        let redirector = Arc::clone(&world) as Arc<dyn Redirector>;
+        let (lifecycle, status) =
+            Lifecycle::new(launch, redirector, records.clone(), config, Metrics::default());
+        let (events, receiver) = mpsc::channel(8);
+        let stop = CancellationToken::new();
+        let task = tokio::spawn(lifecycle.run(receiver, stop.clone()));
+        Self {
+            world,
+            records,
+            events,
+            status,
+            stop,
+            task,
+            state,
+        }
+    }
+
+    /// One that has, and had nothing to restore.
+    async fn synced() -> Self {
+        let agent = Self::fresh(false);
+        agent.snapshot_sent().await.unwrap();
+        agent
+    }
+
+    async fn ask(&self, event: impl FnOnce(Reply) -> PodEvent) -> Result<(), Error> {
+        let answer = self.send(event).await;
+        tokio::time::timeout(Duration::from_secs(30), answer)
+            .await
+            .unwrap()
+            .unwrap()
+    }
+
+    async fn send(&self, event: impl FnOnce(Reply) -> PodEvent) -> oneshot::Receiver<Result<(), Error>> {
+        let (reply, answer) = oneshot::channel();
+        self.events.send(event(reply)).await.unwrap();
+        answer
+    }
+
+    async fn add(&self, add: PodAdd) -> Result<(), Error> {
+        self.ask(|reply| PodEvent::Add(add, reply)).await
+    }
+
+    async fn keep(&self, uid: &str) -> Result<(), Error> {
+        self.ask(|reply| PodEvent::Keep(uid.parse().unwrap(), reply))
+            .await
+    }
+
+    async fn delete(&self, uid: &str, netns: Option<NetnsRef>) -> Result<(), Error> {
+        self.ask(|reply| {
+            PodEvent::Delete(
+                PodDelete {
+                    uid: uid.parse().unwrap(),
+                    netns,
+                },
+                reply,
+            )
+        })
+        .await
+    }
+
+    async fn snapshot_sent(&self) -> Result<(), Error> {
+        self.ask(PodEvent::SnapshotSent).await
+    }
+
+    /// Waits until the pods are these, as `uid state`.
+    async fn until(&mut self, expected: &[&str]) {
+        let describe = |status: &Status| -> Vec<String> {
+            status
+                .pods
+                .iter()
+                .map(|pod| format!("{} {:?}", pod.uid, pod.state))
+                .collect()
+        };
+        let reached = self.status.wait_for(|status| describe(status) == expected);
+        if tokio::time::timeout(Duration::from_secs(30), reached)
+            .await
+            .is_err()
+        {
+            panic!(
+                "{:?} did not become {expected:?}",
+                describe(&self.status.borrow())
+            );
+        }
+    }
+
+    /// Waits until these pods are attached, and no others.
+    async fn left_attached(&self, expected: &[&str]) {
+        let left = || {
+            self.world
+                .attached
+                .lock()
+                .unwrap()
+                .iter()
+                .map(ToString::to_string)
+                .collect::<Vec<_>>()
+        };
+        let reached = async {
+            while left() != expected {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        };
+        if tokio::time::timeout(Duration::from_secs(30), reached)
+            .await
+            .is_err()
+        {
+            panic!("{:?} did not become {expected:?}", left());
+        }
+    }
+
+    async fn stop(self) -> (Arc<World>, Records, tempfile::TempDir) {
+        self.stop.cancel();
+        self.task.await.unwrap();
+        (self.world, self.records, self.state)
+    }
+}
+
+fn pod(uid: &str, ino: u64) -> PodAdd {
+    PodAdd {
+        info: PodInfo {
+            uid: uid.parse().unwrap(),
+            name: uid.to_owned(),
+            namespace: "shop".into(),
+            service_account: "sa".into(),
+        },
+        netns: Arc::new(Netns::stand_in(ino)),
+        netns_path: None,
+        addresses: vec![address_of(ino)],
+        on_failure: OnFailure::Report,
+    }
+}
+
+fn retried(add: PodAdd) -> PodAdd {
+    PodAdd {
+        on_failure: OnFailure::Retry,
+        ..add
+    }
+}
+
+fn uids(records: &Records) -> Vec<String> {
+    records.uids().iter().map(ToString::to_string).collect()
+}
+
+#[tokio::test]
+async fn a_pod_is_captured_and_released_in_order() {
+    let mut agent = Agent::synced().await;
+    agent.add(pod("a", 2)).await.unwrap();
+    agent.until(&["a Captured"]).await;
+    assert_eq!(uids(&agent.records), ["a"]);
+    agent.add(pod("a", 2)).await.unwrap();
+    assert_eq!(
+        agent.world.log(),
+        ["start a", "attach a"],
+        "the second add does nothing"
+    );
+    agent.delete("a", None).await.unwrap();
+    agent.until(&[]).await;
+    assert_eq!(agent.world.log(), ["release a", "stop 0s a", "detach a"]);
+    assert!(uids(&agent.records).is_empty());
+}
+
+#[tokio::test]
+async fn a_step_that_fails_is_undone_and_reported() {
+    let table: [(&str, &str, &[&str]); 4] = [
+        ("start a", "start a: no", &["start a"]),
+        ("start a!", "panicked", &["start a"]),
+        (
+            "attach a",
+            "attach a: no",
+            &["start a", "attach a", "detach a", "stop 0s a"],
+        ),
+        (
+            "attach a!",
+            "panicked",
+            &["start a", "attach a", "detach a", "stop 0s a"],
+        ),
+    ];
+    for (fault, text, log) in table {
+        let mut agent = Agent::synced().await;
+        agent.world.fault(fault);
+        let error = agent.add(pod("a", 2)).await.unwrap_err();
+        assert!(
+            Chain(&error).to_string().contains(text),
+            "{fault}: {}",
+            Chain(&error)
+        );
+        assert_eq!(agent.world.log(), log, "{fault}");
+        agent.until(&[]).await;
+        assert!(uids(&agent.records).is_empty(), "{fault}");
+        agent.world.mend();
+        agent.add(pod("a", 2)).await.unwrap();
+        agent.until(&["a Captured"]).await;
+    }
+}
+
+#[tokio::test]
+async fn a_pod_that_was_captured_before_stays_so_when_its_adoption_fails() {
+    let agent = Agent::synced().await;
+    agent.world.attached.lock().unwrap().insert("a".parse().unwrap());
+    agent.world.fault("attach a");
+    agent.add(pod("a", 2)).await.unwrap_err();
+    assert_eq!(
+        agent.world.log(),
+        ["start a", "attach a", "stop 0s a"],
+        "no detach"
+    );
+}
+
+#[tokio::test]
+async fn namespaces_that_are_not_this_pods_are_refused() {
+    let mut agent = Agent::synced().await;
+    agent.add(pod("a", 2)).await.unwrap();
+    let elsewhere = PodAdd {
+        addresses: vec![address_of(9)],
+        ..pod("b", 3)
+    };
+    let gone = PodAdd {
+        netns_path: Some("/nonexistent/netns".into()),
+        ..pod("b", 3)
+    };
+    for (add, expected) in [
+        (pod("b", 2), "net:[2] already belongs to pod a"),
+        (pod("b", NODE), "net:[1] is the node's own network namespace"),
+        (
+            elsewhere,
+            "address 10.0.0.9 is on no interface in net:[3], which has 10.0.0.3 on eth0",
+        ),
+        (gone, "/nonexistent/netns is no longer net:[3]"),
+        // A bad event of a pod that is captured changes nothing for it.
+        (
+            PodAdd {
+                addresses: vec![address_of(9)],
+                ..pod("a", 2)
+            },
+            "address 10.0.0.9 is on no interface",
+        ),
+        (pod("a", NODE), "is the node's own network namespace"),
+    ] {
+        let text = agent.add(add).await.unwrap_err().to_string();
+        assert!(text.contains(expected), "{text}");
+    }
+    agent.until(&["a Captured"]).await;
+    assert_eq!(agent.world.log(), ["start a", "attach a"]);
+}
+
+#[tokio::test]
+async fn a_new_namespace_or_identity_replaces_the_old_one() {
+    let mut agent = Agent::synced().await;
+    agent.add(pod("a", 2)).await.unwrap();
+    agent.add(pod("a", 3)).await.unwrap();
+    let replaced = [
+        "start a",
+        "attach a",
+        "release a",
+        "stop 0s a",
+        "detach a",
+        "start a",
+        "attach a",
+    ];
+    assert_eq!(agent.world.log(), replaced);
+    let mut other = pod("a", 3);
+    other.info.service_account = "other".into();
+    agent.add(other).await.unwrap();
+    // The namespace stays captured: nothing leaves in plain in between.
+    assert_eq!(agent.world.log(), ["stop 0s a", "start a", "attach a"]);
+    agent.until(&["a Captured"]).await;
+    assert_eq!(agent.status.borrow().pods[0].service_account, "other");
+    // The namespace that was left is free again.
+    agent.add(pod("b", 2)).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_late_delete_leaves_the_new_owner_alone() {
+    let mut agent = Agent::synced().await;
+    let named = |path: &str, ino: Option<u64>| NetnsRef {
+        path: PathBuf::from(path),
+        id: ino.map(|ino| NetnsId { dev: 0, ino }),
+    };
+    let own = std::path::Path::new("/proc/thread-self/ns/net");
+    let netns = Arc::new(Netns::open(own).unwrap());
+    let ino = netns.id().ino;
+    let add = PodAdd {
+        netns: Arc::clone(&netns),
+        netns_path: Some(own.into()),
+        addresses: vec![],
+        ..pod("a", 2)
+    };
+    agent.add(add.clone()).await.unwrap();
+    for late in [
+        named("/run/netns/old", None),
+        named("/run/netns/old", Some(ino + 1)),
+    ] {
+        agent.delete("a", Some(late)).await.unwrap();
+    }
+    agent.until(&["a Captured"]).await;
+    assert_eq!(agent.world.log(), ["start a", "attach a"]);
+    let by_id = NetnsRef {
+        path: "/var/run/netns/other-spelling".into(),
+        id: Some(netns.id()),
+    };
+    for own in [
+        Some(NetnsRef {
+            path: own.into(),
+            id: None,
+        }),
+        Some(by_id),
+        None,
+    ] {
+        agent.delete("a", own).await.unwrap();
+        agent.until(&[]).await;
+        agent.add(add.clone()).await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn what_is_asked_of_a_busy_pod_waits_and_other_pods_do_not() {
+    let mut agent = Agent::synced().await;
+    let (open, gate) = std::sync::mpsc::channel();
+    *agent.world.gate.lock().unwrap() = Some(("a".into(), gate));
+    let first = agent.send(|reply| PodEvent::Add(pod("a", 2), reply)).await;
+    let delete = PodDelete {
+        uid: "a".parse().unwrap(),
+        netns: None,
+    };
+    let second = agent.send(|reply| PodEvent::Delete(delete, reply)).await;
+    let third = agent.send(|reply| PodEvent::Add(pod("a", 3), reply)).await;
+    agent.add(pod("b", 4)).await.unwrap();
+    // The namespaces of what waits are taken.
+    for ino in [2, 3] {
+        assert!(matches!(
+            agent.add(pod("c", ino)).await,
+            Err(Error::Duplicate { .. })
+        ));
+    }
+    agent.until(&["a Starting", "b Captured"]).await;
+    open.send(()).unwrap();
+    for answer in [first, second, third] {
+        answer.await.unwrap().unwrap();
+    }
+    agent.until(&["a Captured", "b Captured"]).await;
+    let of_a: Vec<_> = agent
+        .world
+        .log()
+        .into_iter()
+        .filter(|line| line.ends_with('a'))
+        .collect();
+    assert_eq!(
+        of_a,
+        [
+            "start a",
+            "attach a",
+            "release a",
+            "stop 0s a",
+            "detach a",
+            "start a",
+            "attach a"
+        ]
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_failed_pod_is_tried_again_until_it_works_or_goes() {
+    let mut agent = Agent::synced().await;
+    agent.world.fault("attach a");
+    agent.world.fault("attach b");
+    for add in [pod("a", 2), pod("b", 3)] {
+        agent.add(retried(add)).await.unwrap_err();
+    }
+    agent.until(&["a NotCaptured", "b NotCaptured"]).await;
+    assert!(
+        agent.status.borrow().pods[0]
+            .error
+            .as_ref()
+            .unwrap()
+            .contains("attach a: no")
+    );
+    agent.delete("b", None).await.unwrap();
+    agent.until(&["a NotCaptured"]).await;
+    agent.world.mend();
+    agent.until(&["a Captured"]).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_pod_whose_namespace_went_is_not_tried_for_ever() {
+    let mut agent = Agent::synced().await;
+    agent.world.attached.lock().unwrap().insert("a".parse().unwrap());
+    let gone = PodAdd {
+        netns_path: Some("/nonexistent/netns".into()),
+        ..retried(pod("a", 2))
+    };
+    agent.add(gone).await.unwrap_err();
+    agent.left_attached(&[]).await;
+    agent.until(&[]).await;
+    assert_eq!(agent.world.log(), ["forget a"]);
+}
+
+#[tokio::test]
+async fn a_snapshot_releases_what_it_does_not_name() {
+    let mut agent = Agent::fresh(false);
+    for uid in ["kept", "stray"] {
+        agent.world.attached.lock().unwrap().insert(uid.parse().unwrap());
+    }
+    agent.add(pod("a", 2)).await.unwrap();
+    agent.add(pod("b", 3)).await.unwrap();
+    agent.add(pod("c", 4)).await.unwrap();
+    agent.delete("c", None).await.unwrap();
+    agent.keep("kept").await.unwrap();
+    agent.until(&["a Captured", "b Captured", "c Captured"]).await;
+    assert!(!agent.status.borrow().synced);
+    agent.snapshot_sent().await.unwrap();
+    agent.until(&["a Captured", "b Captured"]).await;
+    assert!(agent.status.borrow().synced);
+    agent.left_attached(&["a", "b", "kept"]).await;
+
+    // Against the protocol.
+    assert!(matches!(agent.snapshot_sent().await, Err(Error::Protocol(_))));
+    assert!(matches!(agent.keep("x").await, Err(Error::Protocol(_))));
+
+    // Another connection: nothing stops until its snapshot is whole.
+    agent.events.send(PodEvent::Resync).await.unwrap();
+    agent.add(pod("b", 3)).await.unwrap();
+    agent.until(&["a Captured", "b Captured"]).await;
+    agent.snapshot_sent().await.unwrap();
+    agent.until(&["b Captured"]).await;
+    agent.delete("unknown", None).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_release_that_fails_is_reported_and_goes_on() {
+    let mut agent = Agent::synced().await;
+    agent.add(pod("a", 2)).await.unwrap();
+    agent.world.log();
+    agent.world.fault("detach a");
+    let error = agent.delete("a", None).await.unwrap_err();
+    assert!(error.to_string().contains("detach a: no"), "{error}");
+    agent.until(&[]).await;
+    assert_eq!(agent.world.log(), ["release a", "stop 0s a", "detach a"]);
+    assert!(uids(&agent.records).is_empty());
+}
+
+#[tokio::test]
+async fn stopping_leaves_the_capture_in_place() {
+    let agent = Agent::synced().await;
+    agent.add(pod("a", 2)).await.unwrap();
+    let (world, records, _state) = agent.stop().await;
+    assert_eq!(world.log(), ["start a", "attach a", "stop 5s a"]);
+    assert_eq!(world.attached.lock().unwrap().len(), 1);
+    assert_eq!(uids(&records), ["a"]);
+}
+
+#[tokio::test]
+async fn stopping_can_release_everything() {
+    let agent = Agent::fresh(true);
+    agent.add(pod("a", 2)).await.unwrap();
+    agent
+        .world
+        .attached
+        .lock()
+        .unwrap()
+        .insert("left".parse().unwrap());
+    let (world, records, _state) = agent.stop().await;
+    assert_eq!(
+        world.log(),
+        [
+            "start a",
+            "attach a",
+            "release a",
+            "stop 5s a",
+            "detach a",
+            "forget left"
+        ]
+    );
+    assert!(world.attached.lock().unwrap().is_empty());
+    assert!(uids(&records).is_empty());
+}
+
+#[tokio::test]
+async fn what_waits_when_the_agent_stops_is_answered() {
+    let agent = Agent::synced().await;
+    let (open, gate) = std::sync::mpsc::channel();
+    *agent.world.gate.lock().unwrap() = Some(("a".into(), gate));
+    let first = agent.send(|reply| PodEvent::Add(pod("a", 2), reply)).await;
+    let delete = PodDelete {
+        uid: "a".parse().unwrap(),
+        netns: None,
+    };
+    let second = agent.send(|reply| PodEvent::Delete(delete, reply)).await;
+    agent.add(pod("b", 3)).await.unwrap();
+    agent.stop.cancel();
+    assert!(matches!(second.await.unwrap(), Err(Error::Stopping)));
+    open.send(()).unwrap();
+    first.await.unwrap().unwrap();
+    agent.task.await.unwrap();
+}

@@ -1,0 +1,194 @@
+//! At start without a node agent above: the pods that an earlier agent of ours captured, as a snapshot from its records.
+//!
+//! `app` runs it before the socket of `cni_server` is served.
+
+use std::{sync::Arc, time::Duration};
+
+use tokio::{
+    sync::{mpsc, oneshot},
+    task::JoinSet,
+    time::timeout,
+};
+use tracing::{info, warn};
+
+use super::{
+    Error, OnFailure, PodAdd, PodEvent,
+    records::{Record, Records},
+    work::{blocking, is_absence},
+};
+use crate::{
+    mesh::pod::PodUid,
+    sys::{netlink, netns::Netns},
+    telemetry::Chain,
+};
+
+/// Time after which new pods no longer wait for old ones.
+const DEADLINE: Duration = Duration::from_secs(30);
+
+/// What became of a recorded pod.
+enum Found {
+    /// It is still there.
+    Pod(Box<PodAdd>),
+    /// It may still be there; nothing of it is touched.
+    Unknown(PodUid),
+    /// It is gone.
+    Gone,
+}
+
+/// Sends the recorded pods, and returns when each was captured or failed. A failed one is tried again by the lifecycle; one
+/// whose namespace is gone is released by it, since it is not named.
+pub async fn restore(records: Records, events: mpsc::Sender<PodEvent>) {
+    let find = move || {
+        Ok(records
+            .load()
+            .into_iter()
+            .map(|record| find(&record))
+            .collect::<Vec<_>>())
+    };
+    let found = blocking("read the records of pods", find)
+        .await
+        .unwrap_or_else(|error| {
+            warn!(error = %Chain(&error), "cannot restore the pods of an earlier agent");
+            Vec::new()
+        });
+    let mut answers = JoinSet::new();
+    for found in found {
+        let (reply, answer) = oneshot::channel();
+        let event = match found {
+            Found::Pod(add) => PodEvent::Add(*add, reply),
+            Found::Unknown(uid) => PodEvent::Keep(uid, reply),
+            Found::Gone => continue,
+        };
+        if events.send(event).await.is_err() {
+            return;
+        }
+        answers.spawn(answer);
+    }
+    let of = answers.len();
+    let mut restored = 0;
+    let all = async {
+        while let Some(answered) = answers.join_next().await {
+            restored += usize::from(matches!(answered, Ok(Ok(Ok(())))));
+        }
+    };
+    if timeout(DEADLINE, all).await.is_err() {
+        warn!(
+            "some pods of an earlier agent are still being captured after {DEADLINE:?}; going on without waiting"
+        );
+    }
+    info!(restored, of, "pods of an earlier agent");
+    let (reply, answer) = oneshot::channel();
+    if events.send(PodEvent::SnapshotSent(reply)).await.is_ok() {
+        let _: Result<Result<(), Error>, _> = answer.await;
+    }
+}
+
+fn find(record: &Record) -> Found {
+    // The records that are loaded have usable UIDs.
+    let Ok(info) = record.info() else {
+        return Found::Gone;
+    };
+    // Came over ZDS: nobody is here to name it again.
+    let Some(path) = record.netns_path() else {
+        return Found::Gone;
+    };
+    let opened = Netns::open(path).and_then(|netns| Ok((netlink::netns_cookie(&netns)?, netns)));
+    match opened {
+        Ok((cookie, netns)) if record.is_of(netns.id(), cookie) => Found::Pod(Box::new(PodAdd {
+            info,
+            netns: Arc::new(netns),
+            netns_path: Some(path.to_owned()),
+            addresses: record.addresses().to_vec(),
+            on_failure: OnFailure::Retry,
+        })),
+        Err(error) if !is_absence(&error) => {
+            warn!(uid = %info.uid, netns = %path.display(), %error, "cannot open the namespace of a recorded pod");
+            Found::Unknown(info.uid)
+        }
+        _ => {
+            info!(uid = %info.uid, netns = %path.display(), "the namespace of a recorded pod is gone");
+            Found::Gone
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::{Path, PathBuf};
+
+    use super::*;
+    use crate::mesh::pod::PodInfo;
+
+    fn save(records: &Records, uid: &str, netns_path: Option<PathBuf>) {
+        let info = PodInfo {
+            uid: uid.parse().unwrap(),
+            name: uid.to_owned(),
+            namespace: "shop".into(),
+            service_account: "sa".into(),
+        };
+        let netns = Arc::new(Netns::current().unwrap());
+        let addresses = vec![[10, 0, 0, 1].into()];
+        let add = PodAdd {
+            info,
+            netns,
+            netns_path,
+            addresses,
+            on_failure: OnFailure::Report,
+        };
+        records.save(&Record::of(&add)).unwrap();
+    }
+
+    #[tokio::test]
+    async fn recorded_pods_are_named_as_far_as_they_are_there() {
+        let state = tempfile::tempdir().unwrap();
+        let records = Records::open(state.path()).unwrap();
+        let own = Path::new("/proc/thread-self/ns/net");
+        let plain_file = state.path().join("left-by-ip-netns");
+        std::fs::write(&plain_file, "").unwrap();
+        let endless = state.path().join("endless");
+        std::os::unix::fs::symlink(&endless, &endless).unwrap();
+        save(&records, "there", Some(own.into()));
+        save(&records, "gone", Some("/nonexistent/netns".into()));
+        save(&records, "unmounted", Some(plain_file));
+        save(&records, "unreadable", Some(endless));
+        save(&records, "came-over-zds", None);
+
+        let (events, mut receiver) = mpsc::channel(8);
+        let task = tokio::spawn(restore(records, events));
+        let mut named = Vec::new();
+        while let Some(event) = receiver.recv().await {
+            let (name, reply) = match event {
+                PodEvent::Add(add, reply) => {
+                    assert_eq!((add.on_failure, add.addresses.len()), (OnFailure::Retry, 1));
+                    assert_eq!(add.netns_path.as_deref(), Some(own));
+                    (format!("add {}", add.info.uid), reply)
+                }
+                PodEvent::Keep(uid, reply) => (format!("keep {uid}"), reply),
+                PodEvent::SnapshotSent(reply) => ("end".to_owned(), reply),
+                other => panic!("{other:?}"),
+            };
+            named.push(name);
+            reply.send(Ok(())).unwrap();
+        }
+        task.await.unwrap();
+        assert_eq!(named, ["add there", "keep unreadable", "end"]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_pod_that_hangs_does_not_hold_up_the_end() {
+        let state = tempfile::tempdir().unwrap();
+        let records = Records::open(state.path()).unwrap();
+        save(&records, "hangs", Some("/proc/thread-self/ns/net".into()));
+        let (events, mut receiver) = mpsc::channel(8);
+        let task = tokio::spawn(restore(records, events));
+        let Some(PodEvent::Add(_, unanswered)) = receiver.recv().await else {
+            panic!()
+        };
+        let Some(PodEvent::SnapshotSent(reply)) = receiver.recv().await else {
+            panic!()
+        };
+        reply.send(Ok(())).unwrap();
+        task.await.unwrap();
+        drop(unanswered);
+    }
+}
