@@ -15,6 +15,9 @@
 //! ```
 #![deny(unsafe_code)]
 
+pub mod admin;
+pub mod cni;
+pub mod debug;
 pub mod discovery;
 pub mod identity;
 pub mod mesh;

@@ -1,0 +1,263 @@
+//! What operators and probes ask of a running agent: admin (loopback), metrics, readiness.
+//!
+//! `app` builds an [`Admin`] and serves it; `client` is the other side, for `redirector status`.
+
+use std::{fmt::Write as _, net::SocketAddr, sync::Arc, time::Duration};
+
+use bytes::Bytes;
+use http::{HeaderValue, Method, Request, StatusCode, header};
+use prometheus_client::registry::Registry;
+use serde::Serialize;
+use serde_json::{Value, json};
+use tokio::{net::TcpListener, sync::watch};
+use tokio_util::sync::CancellationToken;
+
+use crate::{
+    mesh::index::Mesh,
+    pods::status::{State, Status},
+    serve::{Answer, Limits, Listener, method_not_allowed, serve, text},
+    telemetry::{Chain, logs, metrics},
+};
+
+pub mod client;
+
+const LIMITS: Limits = Limits {
+    connections: 32,
+    body_bytes: 4 * 1024,
+    header_deadline: Duration::from_secs(5),
+    body_deadline: Duration::from_secs(5),
+    connection_deadline: Duration::from_secs(30),
+};
+
+/// What the endpoints show and control.
+pub struct Admin {
+    /// The pods.
+    pub pods: watch::Receiver<Status>,
+    /// The mesh.
+    pub mesh: watch::Receiver<Arc<Mesh>>,
+    /// The metrics.
+    pub registry: Registry,
+    /// The log level.
+    pub logs: logs::Control,
+    /// Name of the backend.
+    pub backend: &'static str,
+    /// The settings, without secrets.
+    pub config: Value,
+    /// Cancelled to stop the agent.
+    pub quit: CancellationToken,
+    /// The agent is stopping, so it is not ready.
+    pub stopping: CancellationToken,
+}
+
+/// The answer to `GET /pods`.
+#[derive(Debug, Serialize, serde::Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct PodsView {
+    /// Whether the agent is ready.
+    pub ready: bool,
+    /// What it waits for.
+    pub pending: Vec<String>,
+    /// Name of the backend.
+    pub backend: String,
+    /// The pods.
+    #[serde(flatten)]
+    pub status: Status,
+}
+
+/// Which of the three endpoints.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Endpoint {
+    /// Everything, for loopback alone.
+    Admin,
+    /// `/metrics`.
+    Metrics,
+    /// `/healthz/ready`.
+    Readiness,
+}
+
+impl Admin {
+    /// Serves one endpoint until `stop`.
+    pub async fn serve(self: Arc<Self>, endpoint: Endpoint, listener: TcpListener, stop: CancellationToken) {
+        let handler = move |request| {
+            let admin = Arc::clone(&self);
+            async move { admin.handle(endpoint, &request) }
+        };
+        serve(Listener::Tcp(listener), LIMITS, stop, handler).await;
+    }
+
+    fn handle(&self, endpoint: Endpoint, request: &Request<Bytes>) -> Answer {
+        let (allowed, answer): (Method, &dyn Fn() -> Answer) = match (endpoint, request.uri().path()) {
+            (Endpoint::Admin | Endpoint::Metrics, "/metrics" | "/stats/prometheus") => {
+                (Method::GET, &|| self.metrics())
+            }
+            (Endpoint::Admin | Endpoint::Readiness, "/healthz/ready") => (Method::GET, &|| self.readiness()),
+            (Endpoint::Admin, "/") => (Method::GET, &|| text(StatusCode::OK, INDEX)),
+            (Endpoint::Admin, "/pods") => (Method::GET, &|| json_answer(&self.pods_view())),
+            (Endpoint::Admin, "/config_dump") => (Method::GET, &|| json_answer(&self.dump())),
+            (Endpoint::Admin, "/logging") => (Method::POST, &|| self.logging(request.uri().query())),
+            (Endpoint::Admin, "/quitquitquit") => (Method::POST, &|| {
+                self.quit.cancel();
+                text(StatusCode::OK, "shutdown now\n")
+            }),
+            _ => return text(StatusCode::NOT_FOUND, "no such path\n"),
+        };
+        if *request.method() == allowed {
+            answer()
+        } else {
+            method_not_allowed(&allowed)
+        }
+    }
+
+    fn metrics(&self) -> Answer {
+        let mut answer = text(StatusCode::OK, metrics::text(&self.registry));
+        answer.headers_mut().insert(
+            header::CONTENT_TYPE,
+            HeaderValue::from_static(metrics::CONTENT_TYPE),
+        );
+        answer
+    }
+
+    /// What the agent still waits for. Pods whose capture failed are not among it: one of them must not make the node unready
+    /// for all others. They are in `/pods` and in the metrics.
+    fn pending(&self) -> Vec<String> {
+        let mut pending = Vec::new();
+        if !self.pods.borrow().synced {
+            pending.push("workload proxy manager".to_owned());
+        }
+        if self.stopping.is_cancelled() {
+            pending.push("shutdown".to_owned());
+        }
+        pending.sort();
+        pending
+    }
+
+    fn readiness(&self) -> Answer {
+        let pending = self.pending();
+        if pending.is_empty() {
+            return text(StatusCode::OK, "ready\n");
+        }
+        text(
+            StatusCode::INTERNAL_SERVER_ERROR,
+            format!("not ready, pending: {}\n", pending.join(", ")),
+        )
+    }
+
+    fn pods_view(&self) -> PodsView {
+        let pending = self.pending();
+        let status = self.pods.borrow().clone();
+        PodsView {
+            ready: pending.is_empty(),
+            pending,
+            backend: self.backend.to_owned(),
+            status,
+        }
+    }
+
+    fn dump(&self) -> Value {
+        let (workloads, services) = self.mesh.borrow().len();
+        json!({
+            "version": { "version": env!("CARGO_PKG_VERSION") },
+            "workloads": workloads,
+            "services": services,
+            "pods": self.pods_view(),
+            "config": self.config,
+        })
+    }
+
+    /// `?level=` sets the level, as does `?MODULE=LEVEL,...`; with neither the present one is told.
+    fn logging(&self, query: Option<&str>) -> Answer {
+        let wanted = match query.unwrap_or_default() {
+            "" => None,
+            "reset" => Some(logs::Filter::default().to_string()),
+            query => Some(
+                query
+                    .strip_prefix("level=")
+                    .unwrap_or(query)
+                    .replace("%3D", "=")
+                    .replace("%2C", ","),
+            ),
+        };
+        if let Some(wanted) = wanted {
+            match wanted.parse() {
+                Ok(filter) => self.logs.set_filter(&filter),
+                Err(error) => return text(StatusCode::BAD_REQUEST, format!("{}\n", Chain(&error))),
+            }
+        }
+        text(
+            StatusCode::OK,
+            format!("current log level is {}\n", self.logs.filter()),
+        )
+    }
+}
+
+const INDEX: &str = "\
+GET  /pods            pods and their capture state
+GET  /config_dump     mesh, pods and settings
+GET  /metrics         counters
+GET  /healthz/ready   readiness
+POST /logging         log level; ?level=LEVEL sets it
+POST /quitquitquit    stop the agent
+";
+
+fn json_answer(value: &impl Serialize) -> Answer {
+    match serde_json::to_string_pretty(value) {
+        Ok(mut body) => {
+            body.push('\n');
+            let mut answer = text(StatusCode::OK, body);
+            answer
+                .headers_mut()
+                .insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
+            answer
+        }
+        Err(error) => text(StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")),
+    }
+}
+
+/// The state of an agent as `redirector status` prints it.
+pub fn render(address: SocketAddr, view: &PodsView, metrics: &str) -> String {
+    let mut out = String::new();
+    // Writing to a String does not fail.
+    let ready = if view.ready {
+        "ready".to_owned()
+    } else {
+        format!("not ready: {}", view.pending.join(", "))
+    };
+    let _ = writeln!(
+        out,
+        "agent at {address}: {ready}; backend {}; pods {}",
+        view.backend,
+        view.status.pods.len()
+    );
+    for pod in &view.status.pods {
+        let state = match pod.state {
+            State::Starting => "starting",
+            State::Captured => "captured",
+            State::NotCaptured => "NOT CAPTURED",
+            State::Stopping => "stopping",
+        };
+        let addresses: Vec<_> = pod.addresses.iter().map(ToString::to_string).collect();
+        let (namespace, name) = (&pod.namespace, &pod.name);
+        let _ = write!(
+            out,
+            "  {namespace}/{name}  {state}  {}  sa {}",
+            addresses.join(","),
+            pod.service_account
+        );
+        let _ = write!(out, "  uid {}  net:[{}]", pod.uid, pod.netns);
+        let _ = match &pod.error {
+            Some(error) => writeln!(out, "  {error}"),
+            None => writeln!(out),
+        };
+    }
+    let _ = writeln!(out, "counters:");
+    for line in metrics
+        .lines()
+        .filter(|line| !line.starts_with('#') && !line.is_empty())
+    {
+        let _ = writeln!(out, "  {line}");
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,174 @@
+use http_body_util::BodyExt;
+
+use super::*;
+use crate::pods::status::PodStatus;
+
+struct Fixture {
+    admin: Arc<Admin>,
+    pods: watch::Sender<Status>,
+    _mesh: watch::Sender<Arc<Mesh>>,
+    _logs: Box<dyn std::any::Any>,
+}
+
+fn fixture() -> Fixture {
+    let (pods, pods_view) = watch::channel(Status::default());
+    let (mesh, mesh_view) = watch::channel(Arc::new(Mesh::default()));
+    let (logs, layer) = logs::Control::detached();
+    let admin = Admin {
+        pods: pods_view,
+        mesh: mesh_view,
+        registry: metrics::registry(),
+        logs,
+        backend: "test",
+        config: json!({"redirect": "test"}),
+        quit: CancellationToken::new(),
+        stopping: CancellationToken::new(),
+    };
+    Fixture {
+        admin: Arc::new(admin),
+        pods,
+        _mesh: mesh,
+        _logs: Box::new(layer),
+    }
+}
+
+fn pod(state: State) -> PodStatus {
+    PodStatus {
+        uid: "u-1".into(),
+        name: "web-0".into(),
+        namespace: "shop".into(),
+        service_account: "web".into(),
+        netns: 7,
+        netns_path: None,
+        addresses: vec![[10, 0, 0, 1].into()],
+        state,
+        error: (state == State::NotCaptured).then(|| "cannot look".into()),
+    }
+}
+
+async fn ask(admin: &Admin, endpoint: Endpoint, method: &str, path: &str) -> (u16, String) {
+    let request = Request::builder()
+        .method(method)
+        .uri(path)
+        .body(Bytes::new())
+        .unwrap();
+    let answer = admin.handle(endpoint, &request);
+    let status = answer.status().as_u16();
+    let body = answer.into_body().collect().await.unwrap().to_bytes();
+    (status, String::from_utf8(body.to_vec()).unwrap())
+}
+
+#[tokio::test]
+async fn each_endpoint_has_its_paths_and_methods() {
+    let fixture = fixture();
+    use Endpoint::{Admin, Metrics, Readiness};
+    let table = [
+        (Admin, "GET", "/", 200, "/quitquitquit"),
+        (Admin, "GET", "/pods", 200, "\"backend\": \"test\""),
+        (Admin, "GET", "/metrics", 200, "# EOF"),
+        (
+            Admin,
+            "GET",
+            "/healthz/ready",
+            500,
+            "not ready, pending: workload proxy manager\n",
+        ),
+        (Admin, "GET", "/logging", 405, "only POST"),
+        (Admin, "GET", "/quitquitquit", 405, "only POST"),
+        (Admin, "POST", "/pods", 405, "only GET"),
+        (Admin, "GET", "/other", 404, "no such path"),
+        (Metrics, "GET", "/metrics", 200, "process_open_fds"),
+        (Metrics, "GET", "/stats/prometheus", 200, "process_open_fds"),
+        (Metrics, "GET", "/pods", 404, ""),
+        (Metrics, "POST", "/quitquitquit", 404, ""),
+        (Readiness, "POST", "/healthz/ready", 405, ""),
+        (Readiness, "GET", "/metrics", 404, ""),
+    ];
+    for (endpoint, method, path, status, expected) in table {
+        let (found, body) = ask(&fixture.admin, endpoint, method, path).await;
+        assert!(
+            found == status && body.contains(expected),
+            "{endpoint:?} {method} {path}: {found} {body}"
+        );
+    }
+    assert!(!fixture.admin.quit.is_cancelled());
+    assert_eq!(
+        ask(&fixture.admin, Admin, "POST", "/quitquitquit").await,
+        (200, "shutdown now\n".to_owned())
+    );
+    assert!(fixture.admin.quit.is_cancelled());
+}
+
+#[tokio::test]
+async fn readiness_follows_the_snapshot_and_not_single_pods() {
+    let fixture = fixture();
+    let ready = || ask(&fixture.admin, Endpoint::Readiness, "GET", "/healthz/ready");
+    assert_eq!(ready().await.0, 500);
+    fixture.pods.send_replace(Status {
+        synced: true,
+        pods: vec![pod(State::NotCaptured)],
+    });
+    assert_eq!(ready().await, (200, "ready\n".to_owned()));
+    fixture.admin.stopping.cancel();
+    assert_eq!(ready().await, (500, "not ready, pending: shutdown\n".to_owned()));
+}
+
+#[tokio::test]
+async fn the_log_level_can_be_changed() {
+    let fixture = fixture();
+    let post = |query: &'static str| {
+        let admin = &fixture.admin;
+        async move { ask(admin, Endpoint::Admin, "POST", &format!("/logging{query}")).await }
+    };
+    for (query, expected) in [
+        ("", "info"),
+        ("?level=debug", "debug"),
+        ("", "debug"),
+        ("?level=h2=warn", "h2=warn"),
+        ("?redirector%3Dtrace", "redirector=trace"),
+        ("?reset", "info"),
+    ] {
+        assert_eq!(
+            post(query).await,
+            (200, format!("current log level is {expected}\n")),
+            "{query}"
+        );
+    }
+    let (status, body) = post("?level=h2=loud").await;
+    assert!(status == 400 && body.contains("h2=loud"), "{status} {body}");
+}
+
+#[tokio::test]
+async fn a_running_agent_tells_its_status() {
+    let fixture = fixture();
+    fixture.pods.send_replace(Status {
+        synced: true,
+        pods: vec![pod(State::Captured), pod(State::NotCaptured)],
+    });
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let stop = CancellationToken::new();
+    let task = tokio::spawn(Arc::clone(&fixture.admin).serve(Endpoint::Admin, listener, stop.clone()));
+    let (view, metrics) = tokio::task::spawn_blocking(move || client::status(address))
+        .await
+        .unwrap()
+        .unwrap();
+    assert!(view.ready);
+    assert_eq!(view.status, *fixture.pods.borrow());
+    let text = render(address, &view, &metrics);
+    for expected in [
+        "backend test; pods 2",
+        "shop/web-0  captured  10.0.0.1  sa web  uid u-1  net:[7]\n",
+        "NOT CAPTURED  10.0.0.1  sa web  uid u-1  net:[7]  cannot look\n",
+        "  process_open_fds ",
+    ] {
+        assert!(text.contains(expected), "{expected} in {text}");
+    }
+    stop.cancel();
+    task.await.unwrap();
+    let error = tokio::task::spawn_blocking(move || client::status(address))
+        .await
+        .unwrap()
+        .unwrap_err();
+    assert!(error.to_string().contains("no agent answers"), "{error}");
+}

@@ -1,0 +1,3 @@
+//! What kubelet's container runtime runs: a CNI plugin that tells the agent of pods.
+
+pub mod plugin;
