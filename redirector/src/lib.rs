@@ -16,7 +16,9 @@
 #![deny(unsafe_code)]
 
 pub mod admin;
+pub mod app;
 pub mod cni;
+pub mod config;
 pub mod debug;
 pub mod discovery;
 pub mod identity;

@@ -1,0 +1,437 @@
+//! The agent as a whole: builds every part, hands it over, starts and stops them in order.
+//!
+//! Start: rights, sockets, mesh, identities, backend, pods. The CNI socket is bound first of all, so that a second agent
+//! touches no pod of the first, and served last, when the pods of an earlier agent are back. Stop: not ready, no new events,
+//! proxies drain, the rest.
+
+use std::{
+    fs, io,
+    net::{Ipv4Addr, SocketAddr},
+    os::unix::fs::DirBuilderExt,
+    path::PathBuf,
+    sync::Arc,
+};
+
+use prometheus_client::registry::Registry;
+use tokio::{
+    net::TcpListener,
+    signal::unix::{Signal, SignalKind, signal},
+    sync::{mpsc, watch},
+    task::JoinSet,
+    time::{Duration, timeout},
+};
+use tokio_util::sync::CancellationToken;
+use tracing::{error, info, warn};
+
+use crate::{
+    admin::{Admin, Endpoint},
+    config::{Config, MeshSource, PodSource, values::Redirect},
+    discovery::{
+        self,
+        file::{self, FileSource},
+    },
+    identity::{
+        CertSource,
+        dev_ca::{self, DevCa},
+        store::Store,
+    },
+    mesh::index::Mesh,
+    pods::{
+        PodEvent,
+        cni_server::{self, CniServer, ServiceAccounts},
+        launch::PodProxies,
+        lifecycle::{self, Lifecycle},
+        records::{self, Records},
+        restore, status, zds,
+    },
+    proxy::{self, Shared},
+    redirect::{self, Redirector, ebpf, none::NoRedirect},
+    sys::{process, socket},
+    telemetry::{Chain, logs, metrics},
+};
+
+/// Events on their way to the lifecycle. Each sender waits for its answer, so there are never more than their number.
+const EVENTS: usize = 64;
+
+/// Time that the tasks which only serve get to end, after the pods have.
+const STOP_DEADLINE: Duration = Duration::from_secs(5);
+
+/// Why the agent does not run.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The process lacks rights.
+    #[error(
+        "the agent lacks {}: run it as root, or give it these capabilities",
+        .missing.join(", ")
+    )]
+    Capabilities {
+        /// Which.
+        missing: Vec<&'static str>,
+    },
+    /// Something about this process or the node cannot be found out.
+    #[error("cannot {operation}")]
+    System {
+        /// What was tried.
+        operation: &'static str,
+        /// Why it failed.
+        #[source]
+        source: io::Error,
+    },
+    /// The state directory cannot be made.
+    #[error("cannot make the state directory {path} (--state-dir)", path = .path.display())]
+    StateDir {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// An address cannot be listened on.
+    #[error("cannot listen on {address} ({flag})")]
+    Listen {
+        /// Which.
+        address: SocketAddr,
+        /// The flag that chooses another.
+        flag: &'static str,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// The CNI socket.
+    #[error("cannot serve the CNI socket")]
+    CniSocket(#[source] cni_server::BindError),
+    /// The workload file.
+    #[error("cannot use the workload file")]
+    Workloads(#[source] discovery::Error),
+    /// The development CA.
+    #[error("cannot use the development CA")]
+    DevCa(#[source] dev_ca::Error),
+    /// The records of pods.
+    #[error("cannot keep records of pods")]
+    Records(#[source] records::Error),
+    /// The backend.
+    #[error("cannot redirect traffic")]
+    Redirect(#[source] redirect::Error),
+    /// A part of the agent ended by itself.
+    #[error("internal fault: a part of the agent ended")]
+    Ended,
+}
+
+/// Runs an agent until a signal, or until `/quitquitquit`.
+pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
+    let mut signals = Signals::new()?;
+    check_rights()?;
+    info!(config = %serde_json::to_string(&config).unwrap_or_default(), "effective configuration");
+
+    let endpoints = Endpoints::bind(&config).await?;
+    let pod_source = BoundSource::bind(&config.pods)?;
+    make_state_dir(&config)?;
+    let records = Records::open(&config.state_dir).map_err(Error::Records)?;
+
+    // What serves: ended after the pods.
+    let serving = CancellationToken::new();
+    let mut tasks = JoinSet::new();
+    let mesh = start_mesh(&config, &mut tasks, &serving)?;
+    let identities = Store::new(certificates(&config)?);
+    let redirector = build_redirector(&config)?;
+
+    let mut registry = metrics::registry();
+    redirect::metrics::register(&mut registry, Arc::clone(&redirector));
+    let shared = Arc::new(Shared {
+        mesh: mesh.clone(),
+        identities,
+        redirector: Arc::clone(&redirector),
+        config: config.proxy(),
+        metrics: proxy_metrics(&mut registry),
+    });
+    let pod_metrics = status::Metrics::default();
+    pod_metrics.register(&mut registry);
+    let launch = PodProxies::new(shared, config.trust_domain.clone());
+    let settings = lifecycle::Config {
+        node: process::node_namespaces().map_err(|source| Error::System {
+            operation: "open the node's network namespace",
+            source,
+        })?,
+        release_grace: config.release_grace.0,
+        shutdown_grace: config.shutdown_grace.0,
+        release_on_exit: config.release_on_exit,
+    };
+    let backend = redirector.name();
+    let (lifecycle, pods) = Lifecycle::new(launch, redirector, records.clone(), settings, pod_metrics);
+
+    let (quit, stopping) = (CancellationToken::new(), CancellationToken::new());
+    let admin = Arc::new(Admin {
+        pods,
+        mesh: mesh.clone(),
+        registry,
+        logs,
+        backend,
+        config: serde_json::to_value(&config).unwrap_or_default(),
+        quit: quit.clone(),
+        stopping: stopping.clone(),
+    });
+    endpoints.serve(&admin, &mut tasks, &serving);
+
+    // What takes and carries out events: ended first.
+    let (events, receiver) = mpsc::channel(EVENTS);
+    let mut lifecycle = tokio::spawn(lifecycle.run(receiver, stopping.clone()));
+    let mut sources = JoinSet::new();
+    sources.spawn(pod_source.run(records, events, mesh, stopping.clone()));
+    info!(backend, "agent started");
+
+    let ended = tokio::select! {
+        name = signals.next() => {
+            info!(signal = name, "stopping");
+            None
+        }
+        () = quit.cancelled() => {
+            info!("asked to stop");
+            None
+        }
+        ended = &mut lifecycle => Some(ended),
+        Some(ended) = sources.join_next() => Some(ended),
+        Some(ended) = tasks.join_next() => Some(ended),
+    };
+    stopping.cancel();
+    let result = match ended {
+        None => Ok(()),
+        Some(ended) => {
+            error!(?ended, "a part of the agent ended by itself");
+            Err(Error::Ended)
+        }
+    };
+    if !lifecycle.is_finished() {
+        // It has deadlines of its own, for each of its steps.
+        let _ = lifecycle.await;
+    }
+    serving.cancel();
+    end(sources).await;
+    end(tasks).await;
+    info!("agent stopped");
+    result
+}
+
+async fn end(mut tasks: JoinSet<()>) {
+    let all = async { while tasks.join_next().await.is_some() {} };
+    if timeout(STOP_DEADLINE, all).await.is_err() {
+        warn!("some tasks did not end in time and are aborted");
+    }
+    tasks.shutdown().await;
+}
+
+/// The backend that the configuration names.
+fn build_redirector(config: &Config) -> Result<Arc<dyn Redirector>, Error> {
+    match config.redirect {
+        Redirect::None => Ok(Arc::new(NoRedirect)),
+        Redirect::Ebpf => {
+            let settings = ebpf::Config {
+                bpffs_dir: config.bpffs_dir.clone(),
+                force_clsact: config.force_clsact,
+                force_source_port: config.force_source_port,
+            };
+            Ok(Arc::new(ebpf::Ebpf::open(&settings).map_err(Error::Redirect)?))
+        }
+    }
+}
+
+fn proxy_metrics(registry: &mut Registry) -> Arc<proxy::Metrics> {
+    let metrics = Arc::new(proxy::Metrics::default());
+    metrics.register(registry);
+    metrics
+}
+
+fn check_rights() -> Result<(), Error> {
+    let missing = process::missing_capabilities().map_err(|source| Error::System {
+        operation: "find out the process's capabilities",
+        source,
+    })?;
+    if !missing.is_empty() {
+        return Err(Error::Capabilities { missing });
+    }
+    match socket::raise_file_limit() {
+        Ok(limit) => info!(limit, "limit of open files"),
+        Err(error) => warn!(%error, "cannot raise the limit of open files"),
+    }
+    Ok(())
+}
+
+fn make_state_dir(config: &Config) -> Result<(), Error> {
+    let path = &config.state_dir;
+    let made = fs::DirBuilder::new().recursive(true).mode(0o750).create(path);
+    made.map_err(|source| Error::StateDir {
+        path: path.clone(),
+        source,
+    })
+}
+
+/// The mesh as it is now, and the task that follows it.
+fn start_mesh(
+    config: &Config,
+    tasks: &mut JoinSet<()>,
+    stop: &CancellationToken,
+) -> Result<watch::Receiver<Arc<Mesh>>, Error> {
+    let (sender, receiver) = match &config.mesh {
+        MeshSource::File(path) => {
+            let (source, mesh) = FileSource::open(path).map_err(Error::Workloads)?;
+            let (sender, receiver) = watch::channel(mesh);
+            tasks.spawn(source.run(sender, stop.clone()));
+            log_mesh(&receiver);
+            return Ok(receiver);
+        }
+        MeshSource::Inline(text) => watch::channel(Arc::new(
+            file::parse(text, "LOCAL_XDS").map_err(Error::Workloads)?,
+        )),
+        MeshSource::None => {
+            warn!(
+                "no workload file (--workloads): no workload is known, so every connection of an enrolled pod is refused"
+            );
+            watch::channel(Arc::new(Mesh::default()))
+        }
+    };
+    let stop = stop.clone();
+    // The receivers must not find the channel closed.
+    tasks.spawn(async move {
+        stop.cancelled().await;
+        drop(sender);
+    });
+    log_mesh(&receiver);
+    Ok(receiver)
+}
+
+fn log_mesh(mesh: &watch::Receiver<Arc<Mesh>>) {
+    let (workloads, services) = mesh.borrow().len();
+    info!(workloads, services, "mesh loaded");
+}
+
+fn certificates(config: &Config) -> Result<Arc<dyn CertSource>, Error> {
+    if config.ca_by_default {
+        warn!(
+            directory = %config.ca_dir.display(),
+            "no CA is configured: certificates come from the built-in development CA, whose key lies on this node; only \
+             nodes that share it can talk to each other (FAKE_CA=true says that this is meant)"
+        );
+    }
+    let settings = dev_ca::Config {
+        lifetime: config.svid_ttl.0,
+    };
+    Ok(Arc::new(
+        DevCa::load_or_create(&config.ca_dir, settings).map_err(Error::DevCa)?,
+    ))
+}
+
+/// The listeners of admin, metrics and readiness.
+struct Endpoints(Vec<(Endpoint, TcpListener)>);
+
+impl Endpoints {
+    async fn bind(config: &Config) -> Result<Self, Error> {
+        let mut bound = Vec::new();
+        for (endpoint, address, flag) in [
+            (Endpoint::Admin, config.admin_addr, "--admin-addr"),
+            (Endpoint::Metrics, config.metrics_addr, "--metrics-addr"),
+            (Endpoint::Readiness, config.readiness_addr, "--readiness-addr"),
+        ] {
+            let listener = match TcpListener::bind(address).await {
+                Err(error) if address.ip().is_unspecified() && address.is_ipv6() && lacks_ipv6(&error) => {
+                    TcpListener::bind((Ipv4Addr::UNSPECIFIED, address.port())).await
+                }
+                bound => bound,
+            };
+            let listener = listener.map_err(|source| Error::Listen {
+                address,
+                flag,
+                source,
+            })?;
+            bound.push((endpoint, listener));
+        }
+        Ok(Self(bound))
+    }
+
+    fn serve(self, admin: &Arc<Admin>, tasks: &mut JoinSet<()>, stop: &CancellationToken) {
+        for (endpoint, listener) in self.0 {
+            tasks.spawn(Arc::clone(admin).serve(endpoint, listener, stop.clone()));
+        }
+    }
+}
+
+/// The kernel has no IPv6, or it is switched off.
+fn lacks_ipv6(error: &io::Error) -> bool {
+    error.raw_os_error() == Some(libc::EAFNOSUPPORT) || error.kind() == io::ErrorKind::AddrNotAvailable
+}
+
+/// The source of pod events, ready to run.
+enum BoundSource {
+    Cni(CniServer),
+    Zds(PathBuf),
+}
+
+impl BoundSource {
+    fn bind(source: &PodSource) -> Result<Self, Error> {
+        Ok(match source {
+            PodSource::Cni(path) => Self::Cni(CniServer::bind(path).map_err(Error::CniSocket)?),
+            PodSource::Zds(path) => Self::Zds(path.clone()),
+        })
+    }
+
+    async fn run(
+        self,
+        records: Records,
+        events: mpsc::Sender<PodEvent>,
+        mesh: watch::Receiver<Arc<Mesh>>,
+        stop: CancellationToken,
+    ) {
+        match self {
+            Self::Cni(server) => {
+                tokio::select! {
+                    () = restore::restore(records, events.clone()) => {}
+                    () = stop.cancelled() => return,
+                }
+                let accounts: ServiceAccounts = Arc::new(move |namespace, name| {
+                    mesh.borrow()
+                        .pod(namespace, name)
+                        .map(|workload| workload.service_account.to_string())
+                });
+                server.run(events, accounts, stop).await;
+            }
+            Self::Zds(path) => zds::run(path, events, stop).await,
+        }
+    }
+}
+
+/// The signals that stop an agent.
+struct Signals {
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+impl Signals {
+    fn new() -> Result<Self, Error> {
+        let listen = |kind| {
+            signal(kind).map_err(|source| Error::System {
+                operation: "listen for signals",
+                source,
+            })
+        };
+        Ok(Self {
+            terminate: listen(SignalKind::terminate())?,
+            interrupt: listen(SignalKind::interrupt())?,
+        })
+    }
+
+    async fn next(&mut self) -> &'static str {
+        tokio::select! {
+            _ = self.terminate.recv() => "SIGTERM",
+            _ = self.interrupt.recv() => "SIGINT",
+        }
+    }
+}
+
+/// The one line that says why an agent does not run.
+pub fn explain(error: &Error) -> String {
+    let mut line = Chain(error).to_string();
+    if let Error::Listen { source, .. } = error
+        && source.kind() == io::ErrorKind::AddrInUse
+    {
+        line.push_str(": another process, perhaps another agent, listens there");
+    }
+    line
+}

@@ -1,0 +1,20 @@
+//! The CNI plugin: the runtime's call on standard input and in the environment, the result on standard output.
+#![deny(unsafe_code)]
+
+use std::{
+    io::{self, Write},
+    process::ExitCode,
+};
+
+use redirector::cni::plugin;
+
+fn main() -> ExitCode {
+    let (text, code) = match plugin::run(&|name| std::env::var(name).ok(), &mut io::stdin().lock()) {
+        Ok(text) => (text, ExitCode::SUCCESS),
+        Err(text) => (text, ExitCode::FAILURE),
+    };
+    match io::stdout().write_all(text.as_bytes()) {
+        Ok(()) => code,
+        Err(_) => ExitCode::FAILURE,
+    }
+}

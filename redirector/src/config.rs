@@ -1,0 +1,393 @@
+//! The agent's configuration: defaults, then a file, then the environment, then flags; the later win.
+//!
+//! `main` reads it, `app` hands the parts to the modules. Everything is checked here, before anything is done.
+
+use std::{
+    fs, io,
+    net::{Ipv4Addr, Ipv6Addr, SocketAddr},
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use serde::Serialize;
+
+use crate::{mesh::spiffe::SpiffeId, proxy, sys::socket::Keepalive, telemetry::logs};
+
+pub mod settings;
+pub mod values;
+
+use self::{
+    settings::Settings,
+    values::{Redirect, Span, Workers},
+};
+
+/// The configuration of an agent.
+#[derive(Debug, Clone, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Config {
+    /// The backend.
+    pub redirect: Redirect,
+    /// Attach with clsact filters even where the kernel has TCX links.
+    pub force_clsact: bool,
+    /// Tell the proxy's dials to applications by source port even where the kernel tells their device.
+    pub force_source_port: bool,
+    /// Where programs and maps are pinned.
+    pub bpffs_dir: PathBuf,
+    /// Where records of pods are.
+    pub state_dir: PathBuf,
+    /// Where pods come from.
+    pub pods: PodSource,
+    /// Where the mesh comes from.
+    pub mesh: MeshSource,
+    /// Directory of the development CA.
+    pub ca_dir: PathBuf,
+    /// The development CA is in use because nobody chose another.
+    pub ca_by_default: bool,
+    /// How long workload certificates are valid.
+    pub svid_ttl: Span,
+    /// Name of the cluster.
+    pub cluster_id: String,
+    /// Name of the node.
+    pub node_name: String,
+    /// Trust domain of pods that the mesh does not know.
+    pub trust_domain: String,
+    /// Network of the node.
+    pub network: String,
+    /// Whether to listen on IPv6.
+    pub ipv6_enabled: bool,
+    /// HBONE connections.
+    pub pool: Pool,
+    /// HTTP/2.
+    pub http2: Http2,
+    /// TCP keepalive; absent when it is off.
+    pub keepalive: Option<TcpKeepalive>,
+    /// Time that connections get to end when the agent stops.
+    pub shutdown_grace: Span,
+    /// Time that the connections of a deleted pod get to end.
+    pub release_grace: Span,
+    /// Release all pods when the agent stops.
+    pub release_on_exit: bool,
+    /// Worker threads.
+    pub worker_threads: usize,
+    /// What is logged.
+    #[serde(serialize_with = "as_text")]
+    pub log_level: logs::Filter,
+    /// The form of the log.
+    #[serde(serialize_with = "as_text")]
+    pub log_format: logs::Format,
+    /// Address of the admin endpoint.
+    pub admin_addr: SocketAddr,
+    /// Address of `/metrics`.
+    pub metrics_addr: SocketAddr,
+    /// Address of `/healthz/ready`.
+    pub readiness_addr: SocketAddr,
+}
+
+/// Where pods come from.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub enum PodSource {
+    /// From CNI plugins, which post to this socket.
+    Cni(PathBuf),
+    /// From a node agent that speaks ZDS on this socket.
+    Zds(PathBuf),
+}
+
+/// Where the mesh comes from.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub enum MeshSource {
+    /// From a file.
+    File(PathBuf),
+    /// From the configuration itself.
+    Inline(#[serde(skip)] String),
+    /// From nowhere: no pod is known, and all their connections are refused.
+    None,
+}
+
+/// HBONE connections.
+#[derive(Debug, Clone, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Pool {
+    /// Streams on one connection.
+    pub max_streams_per_connection: u16,
+    /// Time after which an unused connection is closed.
+    pub unused_release: Span,
+}
+
+/// HTTP/2.
+#[derive(Debug, Clone, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Http2 {
+    /// Window of a stream.
+    pub stream_window_bytes: u32,
+    /// Window of a connection.
+    pub connection_window_bytes: u32,
+    /// Longest frame.
+    pub frame_bytes: u32,
+}
+
+/// TCP keepalive.
+#[derive(Debug, Clone, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct TcpKeepalive {
+    /// Silence before the first probe.
+    pub idle: Span,
+    /// Time between probes.
+    pub interval: Span,
+    /// Unanswered probes that end the connection.
+    pub probes: u32,
+    /// Unacknowledged data ends it after the same time.
+    pub user_timeout: bool,
+}
+
+/// What is wrong with the configuration.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The file cannot be read.
+    #[error("cannot read the configuration file {path}", path = .path.display())]
+    Read {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// The file has an error; its text says where.
+    #[error("configuration file {path}: {field}{problem}", path = .path.display())]
+    File {
+        /// Which.
+        path: PathBuf,
+        /// The key, and a colon.
+        field: String,
+        /// What is wrong, and where.
+        problem: String,
+    },
+    /// An environment variable has a value that cannot be.
+    #[error("environment variable {name}: {problem}")]
+    Variable {
+        /// Which.
+        name: &'static str,
+        /// What is wrong.
+        problem: String,
+    },
+    /// A setting has a value that cannot be, or contradicts another.
+    #[error("{0}")]
+    Setting(String),
+}
+
+impl Config {
+    /// Reads it. `variable` is the environment; `flags` win over it, and it wins over the file.
+    pub fn load(
+        flags: Settings,
+        file: Option<&Path>,
+        variable: &dyn Fn(&str) -> Option<String>,
+    ) -> Result<Self, Error> {
+        let file = file.map(read).transpose()?.unwrap_or_default();
+        Self::from_settings(flags.or(Settings::from_environment(variable)?).or(file))
+    }
+
+    fn from_settings(s: Settings) -> Result<Self, Error> {
+        let setting = |text: &str| Err(Error::Setting(text.to_owned()));
+        let fake_ca = s.fake_ca.unwrap_or(false);
+        if given(&s.xds_address) {
+            return setting(
+                "XDS_ADDRESS (--xds-address): a control plane is not supported yet; leave it empty and give the \
+                 workloads in a file, LOCAL_XDS_PATH (--workloads)",
+            );
+        }
+        if given(&s.ca_address) && !fake_ca {
+            return setting(
+                "CA_ADDRESS (--ca-address): a certificate authority is not supported yet; leave it empty, or set \
+                 FAKE_CA=true (--fake-ca) for the built-in development CA",
+            );
+        }
+        let mesh = match (s.workloads, s.workloads_inline) {
+            (Some(_), Some(_)) => {
+                return setting(
+                    "LOCAL_XDS_PATH (--workloads) and LOCAL_XDS (--workloads-inline) are both given: give one",
+                );
+            }
+            (Some(path), None) => MeshSource::File(path),
+            (None, Some(text)) => MeshSource::Inline(text),
+            (None, None) => MeshSource::None,
+        };
+        let trust_domain = s.trust_domain.unwrap_or_else(|| "cluster.local".to_owned());
+        if let Err(error) = SpiffeId::new(&trust_domain, "default", "default") {
+            return Err(Error::Setting(format!("TRUST_DOMAIN (--trust-domain): {error}")));
+        }
+        let state_dir = s.state_dir.unwrap_or_else(|| "/run/redirector".into());
+        let cni_socket = s.cni_socket.unwrap_or_else(|| "/run/redirector/cni.sock".into());
+        let proxy::Config {
+            pool,
+            http2,
+            keepalive,
+            ..
+        } = proxy::Config::default();
+        let config = Self {
+            redirect: s.redirect.unwrap_or(Redirect::Ebpf),
+            force_clsact: s.force_clsact.unwrap_or(false),
+            force_source_port: s.force_source_port.unwrap_or(false),
+            bpffs_dir: s.bpffs_dir.unwrap_or_else(|| "/sys/fs/bpf/redirector".into()),
+            pods: s.inpod_uds.map_or(PodSource::Cni(cni_socket), PodSource::Zds),
+            mesh,
+            ca_dir: s.ca_dir.unwrap_or_else(|| state_dir.join("ca")),
+            ca_by_default: !fake_ca,
+            state_dir,
+            svid_ttl: s.svid_ttl.unwrap_or(Span(Duration::from_secs(24 * 3600))),
+            cluster_id: s.cluster_id.unwrap_or_else(|| "Kubernetes".to_owned()),
+            node_name: s.node_name.unwrap_or_default(),
+            trust_domain,
+            network: s.network.unwrap_or_default(),
+            ipv6_enabled: s.ipv6_enabled.unwrap_or(true),
+            pool: Pool {
+                max_streams_per_connection: s
+                    .pool_max_streams_per_connection
+                    .unwrap_or(pool.max_streams_per_connection as u16),
+                unused_release: s.pool_unused_release_timeout.unwrap_or(Span(pool.unused_release)),
+            },
+            http2: Http2 {
+                stream_window_bytes: s.http2_stream_window_size.unwrap_or(http2.stream_window_bytes),
+                connection_window_bytes: s
+                    .http2_connection_window_size
+                    .unwrap_or(http2.connection_window_bytes),
+                frame_bytes: s.http2_frame_size.unwrap_or(http2.frame_bytes),
+            },
+            keepalive: s.keepalive_enabled.unwrap_or(true).then(|| TcpKeepalive {
+                idle: s.keepalive_time.unwrap_or(Span(keepalive.idle)),
+                interval: s.keepalive_interval.unwrap_or(Span(keepalive.interval)),
+                probes: s.keepalive_retries.unwrap_or(keepalive.probes),
+                user_timeout: s.user_timeout_enabled.unwrap_or(keepalive.user_timeout),
+            }),
+            shutdown_grace: s
+                .connection_termination_deadline
+                .unwrap_or_else(|| Span(shutdown_grace(s.termination_grace_period_seconds))),
+            release_grace: s.drain.unwrap_or_default(),
+            release_on_exit: s.release_on_exit.unwrap_or(false),
+            worker_threads: worker_threads(s.worker_threads),
+            log_level: s.log_level.unwrap_or_default(),
+            log_format: s.log_format.unwrap_or_default(),
+            admin_addr: s.admin_addr.unwrap_or((Ipv4Addr::LOCALHOST, 15000).into()),
+            metrics_addr: s.metrics_addr.unwrap_or((Ipv6Addr::UNSPECIFIED, 15020).into()),
+            readiness_addr: s.readiness_addr.unwrap_or((Ipv6Addr::UNSPECIFIED, 15021).into()),
+        };
+        config.check()?;
+        Ok(config)
+    }
+
+    /// Values that parse and still cannot be.
+    fn check(&self) -> Result<(), Error> {
+        /// RFC 9113, section 6.5.2.
+        const FRAME_BYTES: std::ops::RangeInclusive<u32> = 16_384..=16_777_215;
+        /// RFC 9113, section 6.9.1.
+        const MAX_WINDOW_BYTES: u32 = (1 << 31) - 1;
+        let Http2 {
+            stream_window_bytes,
+            connection_window_bytes,
+            frame_bytes,
+        } = self.http2;
+        let keepalive = self.keepalive.as_ref();
+        let whole_seconds = |span: Span| (1..=32_767).contains(&span.0.as_secs());
+        let problems = [
+            (self.pool.max_streams_per_connection == 0)
+                .then_some("POOL_MAX_STREAMS_PER_CONNECTION: must be at least 1"),
+            (!FRAME_BYTES.contains(&frame_bytes))
+                .then_some("HTTP2_FRAME_SIZE: must be from 16384 to 16777215"),
+            (stream_window_bytes == 0 || connection_window_bytes > MAX_WINDOW_BYTES)
+                .then_some("HTTP2_STREAM_WINDOW_SIZE and HTTP2_CONNECTION_WINDOW_SIZE: must be from 1 to 2147483647"),
+            (connection_window_bytes <= stream_window_bytes).then_some(
+                "HTTP2_CONNECTION_WINDOW_SIZE: must be more than HTTP2_STREAM_WINDOW_SIZE, or one stream that is not \
+                 read stops all others",
+            ),
+            keepalive
+                .is_some_and(|k| !whole_seconds(k.idle) || !whole_seconds(k.interval))
+                .then_some("KEEPALIVE_TIME and KEEPALIVE_INTERVAL: must be from 1s to 32767s"),
+            keepalive
+                .is_some_and(|k| !(1..=127).contains(&k.probes))
+                .then_some("KEEPALIVE_RETRIES: must be from 1 to 127"),
+            (self.svid_ttl.0 < Duration::from_secs(2)).then_some("SECRET_TTL (--svid-ttl): must be at least 2s"),
+        ];
+        match problems.into_iter().flatten().next() {
+            Some(problem) => Err(Error::Setting(problem.to_owned())),
+            None => Ok(()),
+        }
+    }
+
+    /// The part of the data path.
+    pub fn proxy(&self) -> proxy::Config {
+        let mut config = proxy::Config {
+            network: self.network.clone(),
+            ..proxy::Config::default()
+        };
+        config.pool.max_streams_per_connection = self.pool.max_streams_per_connection.into();
+        config.pool.unused_release = self.pool.unused_release.0;
+        config.http2.stream_window_bytes = self.http2.stream_window_bytes;
+        config.http2.connection_window_bytes = self.http2.connection_window_bytes;
+        config.http2.frame_bytes = self.http2.frame_bytes;
+        config.ipv6 = self.ipv6_enabled;
+        config.keepalive.enabled = self.keepalive.is_some();
+        if let Some(keepalive) = &self.keepalive {
+            config.keepalive = Keepalive {
+                enabled: true,
+                idle: keepalive.idle.0,
+                interval: keepalive.interval.0,
+                probes: keepalive.probes,
+                user_timeout: keepalive.user_timeout,
+            };
+        }
+        config
+    }
+}
+
+fn read(path: &Path) -> Result<Settings, Error> {
+    let text = fs::read_to_string(path).map_err(|source| Error::Read {
+        path: path.to_owned(),
+        source,
+    })?;
+    if text
+        .lines()
+        .all(|line| line.trim().is_empty() || line.trim_start().starts_with('#'))
+    {
+        return Ok(Settings::default());
+    }
+    let document = serde_yaml::Deserializer::from_str(&text);
+    serde_path_to_error::deserialize(document).map_err(|error| {
+        let field = match error.path().to_string() {
+            path if path == "." => String::new(),
+            path => format!("{path}: "),
+        };
+        let problem = error.into_inner().to_string();
+        // The YAML reader names the key too.
+        let problem = problem.strip_prefix(&field).unwrap_or(&problem).to_owned();
+        Error::File {
+            path: path.to_owned(),
+            field,
+            problem,
+        }
+    })
+}
+
+fn given(text: &Option<String>) -> bool {
+    text.as_ref().is_some_and(|text| !text.is_empty())
+}
+
+/// ztunnel's rule: a little less than Kubernetes gives, so that the agent ends by itself.
+fn shutdown_grace(termination_grace_period_seconds: Option<u64>) -> Duration {
+    Duration::from_secs(match termination_grace_period_seconds {
+        None => 5,
+        Some(seconds) if seconds > 10 => seconds - 5,
+        Some(seconds) => seconds.saturating_sub(1).max(1),
+    })
+}
+
+fn worker_threads(workers: Option<Workers>) -> usize {
+    let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+    workers.map_or_else(|| cpus.div_ceil(4).max(2), |workers| workers.count(cpus))
+}
+
+fn as_text<S: serde::Serializer>(value: &impl std::fmt::Display, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_str(value)
+}
+
+#[cfg(test)]
+mod tests;

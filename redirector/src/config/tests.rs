@@ -1,0 +1,292 @@
+use std::collections::BTreeMap;
+
+use clap::Parser;
+
+use super::*;
+use crate::telemetry::Chain;
+
+#[derive(Debug, Parser)]
+struct Flags {
+    #[command(flatten)]
+    settings: Settings,
+}
+
+/// Loads a configuration from a file's text, variables and flags.
+fn load(file: &str, variables: &[(&str, &str)], flags: &[&str]) -> Result<Config, String> {
+    let variables: BTreeMap<_, _> = variables.iter().copied().collect();
+    let flags = Flags::try_parse_from([&["x"], flags].concat()).map_err(|error| error.to_string())?;
+    let path = tempfile::NamedTempFile::new().unwrap();
+    fs::write(path.path(), file).unwrap();
+    Config::load(flags.settings, Some(path.path()), &|name| {
+        variables.get(name).map(|value| (*value).to_owned())
+    })
+    .map_err(|error| Chain(&error).to_string())
+}
+
+#[test]
+fn defaults_are_those_of_the_documentation() {
+    let config = load("", &[], &[]).unwrap();
+    assert_eq!(config.redirect, Redirect::Ebpf);
+    assert_eq!(config.pods, PodSource::Cni("/run/redirector/cni.sock".into()));
+    assert_eq!(config.mesh, MeshSource::None);
+    assert_eq!(config.state_dir, Path::new("/run/redirector"));
+    assert_eq!(config.ca_dir, Path::new("/run/redirector/ca"));
+    assert_eq!(config.bpffs_dir, Path::new("/sys/fs/bpf/redirector"));
+    assert_eq!(config.trust_domain, "cluster.local");
+    assert_eq!(config.cluster_id, "Kubernetes");
+    assert_eq!(config.admin_addr.to_string(), "127.0.0.1:15000");
+    assert_eq!(config.metrics_addr.to_string(), "[::]:15020");
+    assert_eq!(config.readiness_addr.to_string(), "[::]:15021");
+    assert_eq!(config.shutdown_grace.0, Duration::from_secs(5));
+    assert_eq!(config.release_grace.0, Duration::ZERO);
+    assert_eq!(config.http2.stream_window_bytes, 4 << 20);
+    assert_eq!(config.http2.connection_window_bytes, 16 << 20);
+    assert_eq!(
+        config.keepalive.as_ref().unwrap().idle.0,
+        Duration::from_secs(180)
+    );
+    assert!(config.ca_by_default && config.ipv6_enabled && !config.release_on_exit);
+    assert!(config.worker_threads >= 2);
+}
+
+#[test]
+fn flags_win_over_the_environment_and_that_over_the_file() {
+    let file = "trust-domain: file\nnetwork: file\ncluster-id: file\n";
+    let both = [("TRUST_DOMAIN", "environment"), ("NETWORK", "environment")];
+    let config = load(file, &both, &["--trust-domain", "flag"]).unwrap();
+    let found = [
+        config.trust_domain.as_str(),
+        &config.network,
+        &config.cluster_id,
+        &config.node_name,
+    ];
+    assert_eq!(found, ["flag", "environment", "file", ""]);
+    // An empty variable is none; of two names the first wins.
+    let config = load(
+        file,
+        &[
+            ("TRUST_DOMAIN", ""),
+            ("CLUSTER_ID", "b"),
+            ("ISTIO_META_CLUSTER_ID", "a"),
+        ],
+        &[],
+    );
+    let config = config.unwrap();
+    assert_eq!(
+        (config.trust_domain.as_str(), config.cluster_id.as_str()),
+        ("file", "a")
+    );
+}
+
+#[test]
+fn every_source_reads_the_same_texts() {
+    let by_file = load(
+        "pool-unused-release-timeout: 90s\nkeepalive-retries: 3\nipv6-enabled: false\nadmin-addr: 127.0.0.1:1\n\
+         worker-threads: 3\nlog-format: json\nredirect: none\n# a comment\n",
+        &[],
+        &[],
+    );
+    let by_environment = load(
+        "",
+        &[
+            ("POOL_UNUSED_RELEASE_TIMEOUT", "1m30s"),
+            ("KEEPALIVE_RETRIES", "3"),
+            ("IPV6_ENABLED", "false"),
+            ("ZTUNNEL_WORKER_THREADS", "3"),
+            ("LOG_FORMAT", "json"),
+        ],
+        &["--admin-addr", "127.0.0.1:1", "--redirect", "none"],
+    );
+    let view = |config: Result<Config, String>| serde_json::to_value(config.unwrap()).unwrap();
+    let view = (view(by_file), view(by_environment));
+    assert_eq!(view.0, view.1);
+    assert_eq!(view.0["pool"]["unusedRelease"], "90s");
+    assert_eq!(view.0["logFormat"], "json");
+}
+
+#[test]
+fn ztunnels_environment_for_local_use_is_understood() {
+    let config = load(
+        "",
+        &[
+            ("FAKE_CA", "true"),
+            ("LOCAL_XDS_PATH", "/etc/workloads.yaml"),
+            ("INPOD_UDS", "/var/run/ztunnel/ztunnel.sock"),
+            ("XDS_ADDRESS", ""),
+            ("CA_ADDRESS", ""),
+        ],
+        &[],
+    )
+    .unwrap();
+    assert_eq!(
+        config.pods,
+        PodSource::Zds("/var/run/ztunnel/ztunnel.sock".into())
+    );
+    assert_eq!(config.mesh, MeshSource::File("/etc/workloads.yaml".into()));
+    assert!(!config.ca_by_default);
+    load("", &[("FAKE_CA", "true"), ("CA_ADDRESS", "istiod:15012")], &[]).unwrap();
+}
+
+#[test]
+fn switches_need_no_value() {
+    let config = load(
+        "",
+        &[],
+        &["--release-on-exit", "--force-clsact", "--ipv6-enabled", "false"],
+    )
+    .unwrap();
+    assert!(config.release_on_exit && config.force_clsact && !config.ipv6_enabled);
+}
+
+#[test]
+fn errors_name_the_place_and_the_reason() {
+    /// File, environment, flags, and parts of the error.
+    type Case<'a> = (&'a str, &'a [(&'a str, &'a str)], &'a [&'a str], &'a [&'a str]);
+    let table: [Case<'_>; 25] = [
+        (
+            "network: a\nno-such-key: 1\n",
+            &[],
+            &[],
+            &["no-such-key", "line 2"],
+        ),
+        (
+            "network: a\nkeepalive-time: soon\n",
+            &[],
+            &[],
+            &["keepalive-time: ", "\"soon\"", "line 2"],
+        ),
+        (
+            "keepalive-retries: -1\n",
+            &[],
+            &[],
+            &["keepalive-retries: ", "\"-1\": invalid digit", "line 1"],
+        ),
+        (
+            "ipv6-enabled: yes\n",
+            &[],
+            &[],
+            &["ipv6-enabled: ", "\"yes\"", "line 1"],
+        ),
+        ("network: [a]\n", &[], &[], &["network: ", "line 1"]),
+        ("network:\n", &[], &[], &["network: ", "missing"]),
+        ("network: a\n  b: c\n", &[], &[], &["line 2"]),
+        ("network: a\nnetwork: b\n", &[], &[], &["duplicate", "network"]),
+        ("", &[("FAKE_CA", "yes")], &[], &["FAKE_CA", "\"yes\""]),
+        (
+            "",
+            &[("IPV6_ENABLED", "True")],
+            &[],
+            &["IPV6_ENABLED", "\"True\""],
+        ),
+        (
+            "",
+            &[("POOL_UNUSED_RELEASE_TIMEOUT", "5")],
+            &[],
+            &["POOL_UNUSED_RELEASE_TIMEOUT", "\"5\"", "5m"],
+        ),
+        (
+            "",
+            &[("KEEPALIVE_TIME", "0s")],
+            &[],
+            &["KEEPALIVE_TIME", "from 1s"],
+        ),
+        (
+            "",
+            &[("KEEPALIVE_RETRIES", "200")],
+            &[],
+            &["KEEPALIVE_RETRIES", "127"],
+        ),
+        (
+            "",
+            &[("HTTP2_FRAME_SIZE", "100")],
+            &[],
+            &["HTTP2_FRAME_SIZE", "16384"],
+        ),
+        (
+            "",
+            &[("HTTP2_STREAM_WINDOW_SIZE", "16777216")],
+            &[],
+            &["HTTP2_CONNECTION_WINDOW_SIZE: must be more"],
+        ),
+        (
+            "",
+            &[("POOL_MAX_STREAMS_PER_CONNECTION", "0")],
+            &[],
+            &["at least 1"],
+        ),
+        (
+            "",
+            &[("ZTUNNEL_WORKER_THREADS", "0")],
+            &[],
+            &["ZTUNNEL_WORKER_THREADS", "\"0\""],
+        ),
+        ("", &[("LOG_FORMAT", "xml")], &[], &["LOG_FORMAT", "\"xml\""]),
+        ("", &[("RUST_LOG", "a=loud")], &[], &["RUST_LOG", "\"a=loud\""]),
+        ("", &[("SECRET_TTL", "1s")], &[], &["SECRET_TTL", "at least 2s"]),
+        ("", &[("TRUST_DOMAIN", "a/b")], &[], &["TRUST_DOMAIN", "a/b"]),
+        (
+            "",
+            &[("XDS_ADDRESS", "istiod:15012")],
+            &[],
+            &["XDS_ADDRESS", "not supported yet", "LOCAL_XDS_PATH"],
+        ),
+        (
+            "",
+            &[("CA_ADDRESS", "istiod:15012")],
+            &[],
+            &["CA_ADDRESS", "not supported yet", "FAKE_CA=true"],
+        ),
+        (
+            "",
+            &[("LOCAL_XDS_PATH", "/a"), ("LOCAL_XDS", "b")],
+            &[],
+            &["LOCAL_XDS_PATH", "LOCAL_XDS", "give one"],
+        ),
+        (
+            "",
+            &[],
+            &["--redirect", "iptables"],
+            &["iptables", "ebpf and none"],
+        ),
+    ];
+    for (file, variables, flags, expected) in table {
+        let error = load(file, variables, flags).unwrap_err();
+        for part in expected {
+            assert!(
+                error.contains(part),
+                "{file:?} {variables:?}: {part:?} is not in {error:?}"
+            );
+        }
+    }
+    let absent = Config::load(Settings::default(), Some(Path::new("/nonexistent.yaml")), &|_| {
+        None
+    });
+    let error = Chain(&absent.unwrap_err()).to_string();
+    assert!(error.contains("/nonexistent.yaml: No such file"), "{error}");
+}
+
+#[test]
+fn the_grace_is_a_little_less_than_kubernetes_gives() {
+    for (given, seconds) in [
+        (None, 5),
+        (Some(30), 25),
+        (Some(11), 6),
+        (Some(10), 9),
+        (Some(1), 1),
+        (Some(0), 1),
+    ] {
+        assert_eq!(shutdown_grace(given), Duration::from_secs(seconds), "{given:?}");
+    }
+    let variables = [
+        ("TERMINATION_GRACE_PERIOD_SECONDS", "30"),
+        ("CONNECTION_TERMINATION_DEADLINE", "7s"),
+    ];
+    assert_eq!(
+        load("", &variables, &[]).unwrap().shutdown_grace.0,
+        Duration::from_secs(7)
+    );
+    assert_eq!(
+        load("", &variables[..1], &[]).unwrap().shutdown_grace.0,
+        Duration::from_secs(25)
+    );
+}

@@ -1,0 +1,166 @@
+//! The daemon: arguments, configuration, logs, and then `app`.
+#![deny(unsafe_code)]
+
+use std::{
+    io::{self, Write},
+    net::SocketAddr,
+    path::PathBuf,
+    pin::Pin,
+    process::ExitCode,
+};
+
+use anyhow::Context;
+use clap::{Parser, Subcommand};
+use redirector::{
+    admin, app,
+    config::{Config, settings::Settings},
+    debug,
+    mesh::pod::PodUid,
+    redirect::ebpf,
+    telemetry::{Chain, logs},
+};
+use tokio::signal::unix::{SignalKind, signal};
+
+/// The node agent of a service mesh: takes the TCP connections of enrolled pods through a local proxy, by eBPF programs in
+/// the pods, and gives them mutual TLS between nodes (HBONE).
+#[derive(Debug, Parser)]
+#[command(version, max_term_width = 100)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Run the agent
+    Agent(Box<Agent>),
+    /// Show the pods, their capture and the counters of the agent that runs on this node
+    Status {
+        /// Address of the agent's admin endpoint
+        #[arg(long, default_value = "127.0.0.1:15000")]
+        admin_addr: SocketAddr,
+    },
+    /// Attach the eBPF programs to a namespace without a proxy: they count, and everything passes; Ctrl-C detaches
+    Load {
+        /// The namespace: a name of `ip netns`, the PID of a process in it, or a path
+        #[arg(long)]
+        netns: String,
+        #[command(flatten)]
+        backend: Backend,
+    },
+    /// Print the debug records of the programs of a pod, or of all pods, until Ctrl-C
+    Trace {
+        /// UID of the pod; all pods of the agent without it
+        #[arg(long)]
+        pod: Option<PodUid>,
+        #[command(flatten)]
+        backend: Backend,
+    },
+}
+
+/// Settings of the eBPF backend for the subcommands beside `agent`.
+#[derive(Debug, clap::Args)]
+struct Backend {
+    /// Where programs and maps are pinned
+    #[arg(long, default_value = "/sys/fs/bpf/redirector")]
+    bpffs_dir: PathBuf,
+    /// Attach with clsact filters even where the kernel has TCX links
+    #[arg(long)]
+    force_clsact: bool,
+}
+
+#[derive(Debug, clap::Args)]
+struct Agent {
+    /// File of settings (YAML; its keys are the flags' names). The environment wins over it, and flags win over both
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    #[command(flatten)]
+    settings: Settings,
+}
+
+fn main() -> ExitCode {
+    // Bad usage is told by clap, with exit code 2.
+    let result = match Arguments::parse().command {
+        Command::Agent(agent) => run_agent(*agent),
+        Command::Status { admin_addr } => print_status(admin_addr),
+        Command::Load { netns, backend } => until_signal(async |signal| {
+            let Backend {
+                bpffs_dir,
+                force_clsact,
+            } = backend;
+            debug::load(
+                &netns,
+                ebpf::Config {
+                    bpffs_dir,
+                    force_clsact,
+                    ..ebpf::Config::default()
+                },
+                signal,
+            )
+            .await
+        }),
+        Command::Trace { pod, backend } => {
+            until_signal(async |signal| debug::trace(&backend.bpffs_dir, pod.as_ref(), signal).await)
+        }
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            let error: &dyn std::error::Error = error.as_ref();
+            let line = match error.downcast_ref::<app::Error>() {
+                Some(error) => app::explain(error),
+                None => Chain(error).to_string(),
+            };
+            let _ = writeln!(io::stderr(), "redirector: {line}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run_agent(agent: Agent) -> anyhow::Result<()> {
+    let variable = |name: &str| std::env::var(name).ok();
+    let config = Config::load(agent.settings, agent.config.as_deref(), &variable)?;
+    let logs = logs::start(&config.log_level, config.log_format).context("cannot start logging")?;
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(config.worker_threads)
+        .thread_name("redirector")
+        .enable_all()
+        .build()
+        .context("cannot start the runtime")?;
+    let result = runtime.block_on(app::run(config, logs));
+    // A step that blocks in the kernel must not hold up the exit.
+    runtime.shutdown_timeout(std::time::Duration::from_secs(5));
+    Ok(result?)
+}
+
+/// Runs a tool that ends at SIGINT or SIGTERM. What it finds worth telling, the programs' debug records among it, goes to standard
+/// error.
+fn until_signal(
+    tool: impl AsyncFnOnce(Pin<Box<dyn Future<Output = ()>>>) -> anyhow::Result<()>,
+) -> anyhow::Result<()> {
+    logs::start(
+        &"info,redirector_ebpf=debug,redir_egress=debug".parse()?,
+        logs::Format::Plain,
+    )
+    .context("cannot start logging")?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .context("cannot start the runtime")?;
+    runtime.block_on(async {
+        let mut terminated = signal(SignalKind::terminate()).context("cannot wait for SIGTERM")?;
+        let mut interrupted = signal(SignalKind::interrupt()).context("cannot wait for SIGINT")?;
+        let ended = async move {
+            tokio::select! { _ = terminated.recv() => {}, _ = interrupted.recv() => {} }
+        };
+        tool(Box::pin(ended)).await
+    })
+}
+
+fn print_status(admin_addr: SocketAddr) -> anyhow::Result<()> {
+    let (view, metrics) = admin::client::status(admin_addr)?;
+    let text = admin::render(admin_addr, &view, &metrics);
+    io::stdout()
+        .write_all(text.as_bytes())
+        .context("cannot write to standard output")
+}
