@@ -1,0 +1,145 @@
+//! Building: the eBPF object, then the binaries that embed it.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context, Result, bail};
+use serde_json::Value;
+
+use crate::{
+    process::{self, Step},
+    toolchain::{self, Toolchain, Way},
+};
+
+/// Of our own programs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Profile {
+    /// Optimised.
+    Release,
+}
+
+/// Builds the object. Where rustup's nightly looked usable but fails, Debian's Rust is tried, unless one was forced; the
+/// failure is remembered until the toolchain changes.
+pub(crate) fn ebpf_object(forced: Option<Way>) -> Result<PathBuf> {
+    let refused = process::root().join("target/bpf-build/.nightly-refused");
+    let toolchain = toolchain::find(forced)?;
+    let known_bad = || fs::read_to_string(&refused).is_ok_and(|text| text == toolchain.fingerprint());
+    if toolchain.way == Way::Rustup && forced.is_none() {
+        if !known_bad() {
+            match compile(&toolchain) {
+                Err(error) if !process::interrupted() => {
+                    eprintln!(
+                        "rustup's nightly could not build the object ({error:#}); trying Debian's Rust"
+                    );
+                    fs::create_dir_all(refused.parent().expect("it has one"))?;
+                    fs::write(&refused, toolchain.fingerprint())?;
+                }
+                other => return other,
+            }
+        }
+        return compile(&toolchain::find(Some(Way::Debian))?);
+    }
+    compile(&toolchain)
+}
+
+fn compile(toolchain: &Toolchain) -> Result<PathBuf> {
+    let step = Step::start(format!("eBPF object, with {toolchain}"));
+    let target = process::root().join("target/bpf-build");
+    process::run(
+        toolchain
+            .cargo_build()?
+            .args(["--package", "redirector-ebpf", "--target-dir"])
+            .arg(&target),
+    )?;
+    let built = target.join("bpfel-unknown-none/release/redirector-ebpf");
+    // Nothing else lies in this directory: redirector/build.rs watches it.
+    let object = process::root().join("target/bpf/redirector.bpf.o");
+    let bytes = fs::read(&built).with_context(|| format!("reading {}", built.display()))?;
+    if !bytes.starts_with(b"\x7fELF") {
+        bail!("{} is not an object file", built.display());
+    }
+    // Untouched when it is the same, so that what embeds it is not built anew.
+    if fs::read(&object).ok().as_ref() != Some(&bytes) {
+        fs::create_dir_all(object.parent().expect("it lies in target/bpf"))?;
+        fs::write(&object, &bytes).with_context(|| format!("writing {}", object.display()))?;
+    }
+    step.done();
+    Ok(object)
+}
+
+/// What cargo built, by target name.
+#[derive(Debug, Default)]
+pub(crate) struct Built {
+    executables: Vec<(String, PathBuf)>,
+}
+
+impl Built {
+    pub(crate) fn find(&self, name: &str) -> Result<&Path> {
+        let found = self.executables.iter().find(|(target, _)| target == name);
+        found
+            .map(|(_, path)| path.as_path())
+            .with_context(|| format!("cargo built no {name}"))
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (&str, &Path)> {
+        self.executables
+            .iter()
+            .map(|(name, path)| (name.as_str(), path.as_path()))
+    }
+}
+
+/// The daemon, the plugin and the demonstration.
+pub(crate) fn binaries(object: &Path, profile: Profile) -> Result<Built> {
+    let step = Step::start("daemon, plugin and demonstration");
+    let built = cargo_executables(
+        &[
+            "build",
+            "--package",
+            "redirector",
+            "--package",
+            "redirector-tests",
+            "--bins",
+        ],
+        object,
+        profile,
+    )?;
+    step.done();
+    Ok(built)
+}
+
+/// The suites that need root.
+pub(crate) fn suites(object: &Path, profile: Profile) -> Result<Built> {
+    let step = Step::start("privileged test suites");
+    let built = cargo_executables(
+        &["test", "--no-run", "--package", "redirector-tests", "--tests"],
+        object,
+        profile,
+    )?;
+    step.done();
+    Ok(built)
+}
+
+fn cargo_executables(arguments: &[&str], object: &Path, profile: Profile) -> Result<Built> {
+    let mut built = Built::default();
+    let mut cargo = process::cargo();
+    cargo
+        .args(arguments)
+        .args(["--locked", "--message-format=json-render-diagnostics"])
+        .env("REDIRECTOR_EBPF_OBJECT", object)
+        .env("REDIRECTOR_REQUIRE_EBPF", "1");
+    match profile {
+        Profile::Release => cargo.arg("--release"),
+    };
+    process::run_lines(&mut cargo, |line| {
+        let Ok(message) = serde_json::from_str::<Value>(line) else {
+            return;
+        };
+        if let (Some(name), Some(path)) = (message["target"]["name"].as_str(), message["executable"].as_str())
+        {
+            built.executables.push((name.to_owned(), path.into()));
+        }
+    })?;
+    Ok(built)
+}

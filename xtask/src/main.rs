@@ -1,0 +1,127 @@
+//! Every command of the project. Each finds or installs what it needs, says so, and streams what it runs.
+
+mod apt;
+mod build;
+mod ci;
+mod process;
+mod test;
+mod toolchain;
+
+use std::process::ExitCode;
+
+use anyhow::{Result, bail};
+use clap::{Parser, Subcommand};
+
+use crate::{build::Profile, process::Step, toolchain::Way};
+
+/// Builds, tests and demonstrates the redirector.
+#[derive(Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask")]
+struct Cli {
+    /// Build the eBPF object this way; without it, rustup's nightly is taken if it is ready, else Debian's Rust
+    #[arg(long, global = true, value_enum)]
+    force_toolchain: Option<Way>,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Build the eBPF object alone, into target/bpf/redirector.bpf.o
+    Ebpf,
+    /// Show the main job on real traffic between two pods made of network namespaces (root)
+    Demo {
+        /// Leave the pods up, with commands to play with, until Ctrl-C
+        #[arg(long)]
+        keep: bool,
+    },
+    /// Run every test
+    Test {
+        /// Only what needs neither root nor the eBPF toolchain
+        #[arg(long)]
+        unprivileged: bool,
+        /// Only tests whose name contains this
+        filter: Option<String>,
+    },
+    /// Attach to an existing pod's network namespace, without a proxy, and show live counters until Ctrl-C (root)
+    Load {
+        /// Name of a namespace (as `ip netns` knows it), or a process id in it
+        #[arg(long, value_name = "NAME|PID")]
+        netns: String,
+        /// More arguments for `redirector load`
+        #[arg(last = true)]
+        arguments: Vec<String>,
+    },
+    /// What CI runs: format, lints, docs, licences, every test
+    Ci,
+}
+
+fn main() -> ExitCode {
+    process::watch_signals();
+    match run(&Cli::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            if process::interrupted() {
+                ExitCode::from(130)
+            } else {
+                ExitCode::FAILURE
+            }
+        }
+    }
+}
+
+fn run(cli: &Cli) -> Result<()> {
+    let way = cli.force_toolchain;
+    match &cli.command {
+        Command::Ebpf => {
+            let object = build::ebpf_object(way)?;
+            println!("{}", object.display());
+            Ok(())
+        }
+        Command::Demo { keep } => demo(way, *keep),
+        Command::Test { unprivileged, filter } => {
+            let total = test::run(way, *unprivileged, filter.as_deref())?;
+            total.finish()
+        }
+        Command::Load { netns, arguments } => load(way, netns, arguments),
+        Command::Ci => ci::run(way),
+    }
+}
+
+fn demo(way: Option<Way>, keep: bool) -> Result<()> {
+    need_root("demo")?;
+    apt::require(apt::DEMO)?;
+    let object = build::ebpf_object(way)?;
+    let bins = build::binaries(&object, Profile::Release)?;
+    let mut command = process::command(bins.find("redirector-demo")?);
+    command.env("REDIRECTOR_BIN", bins.find("redirector")?);
+    if keep {
+        command.arg("--keep");
+    }
+    let step = Step::start("demonstration");
+    process::run(&mut command)?;
+    step.done();
+    Ok(())
+}
+
+fn load(way: Option<Way>, netns: &str, arguments: &[String]) -> Result<()> {
+    need_root("load")?;
+    let object = build::ebpf_object(way)?;
+    let bins = build::binaries(&object, Profile::Release)?;
+    process::run(
+        process::command(bins.find("redirector")?)
+            .args(["load", "--netns", netns])
+            .args(arguments),
+    )
+}
+
+/// Network namespaces and eBPF want root; said before anything is built.
+fn need_root(subcommand: &str) -> Result<()> {
+    if !nix::unistd::geteuid().is_root() {
+        bail!(
+            "`{subcommand}` needs root; mend it with: sudo env PATH=\"$PATH\" HOME=\"$HOME\" cargo xtask {subcommand}"
+        );
+    }
+    Ok(())
+}
