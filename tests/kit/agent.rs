@@ -1,0 +1,320 @@
+//! The real daemon, in a node's namespace, with directories and sockets of its own.
+
+use std::{
+    collections::BTreeMap,
+    env, fs,
+    path::{Path, PathBuf},
+    process::ExitStatus,
+    time::Duration,
+};
+
+use anyhow::{Context, Result, bail};
+use nix::sys::signal::Signal;
+
+use crate::{
+    app,
+    cni::{self, Answer},
+    counters::{Sample, parse_metrics},
+    node::{Node, Pod},
+    process::{Process, command},
+    wait,
+    workloads::Workloads,
+};
+
+const METRICS_PORT: u16 = 15020;
+const READINESS_PORT: u16 = 15021;
+/// Longest time to stop in: the daemon's own limit for draining is shorter.
+const STOP_DEADLINE: Duration = Duration::from_secs(30);
+
+/// How to start the daemon.
+#[derive(Debug, Clone, Default)]
+pub struct Options {
+    /// Attach by clsact where TCX could be had.
+    pub force_clsact: bool,
+    /// Redirection is done by somebody else.
+    pub redirect_none: bool,
+    /// Take pods from a ZDS server at this socket.
+    pub zds: Option<PathBuf>,
+    /// More arguments.
+    pub arguments: Vec<String>,
+}
+
+/// A daemon.
+#[derive(Debug)]
+pub struct Agent {
+    options: Options,
+    directory: PathBuf,
+    process: Process,
+    metrics: std::net::SocketAddr,
+    node: PathBuf,
+}
+
+/// The daemon's binary: what xtask says, or what lies beside this one's directory.
+pub fn binary() -> Option<PathBuf> {
+    env::var_os("REDIRECTOR_BIN").map(PathBuf::from).or_else(|| {
+        let own = env::current_exe().ok()?;
+        own.ancestors()
+            .skip(1)
+            .take(2)
+            .map(|directory| directory.join("redirector"))
+            .find(|path| path.is_file())
+    })
+}
+
+impl Agent {
+    /// Starts it with the workload file that names `workloads`, and waits until it is ready.
+    ///
+    /// # Panics
+    /// When it does not become ready.
+    pub fn start(node: &Node, workloads: &Workloads, options: Options) -> Self {
+        Self::try_start(node, workloads, options)
+            .unwrap_or_else(|error| panic!("starting the agent: {error:#}"))
+    }
+
+    /// Starts it, and waits until it is ready; what it said is in the error.
+    pub fn try_start(node: &Node, workloads: &Workloads, options: Options) -> Result<Self> {
+        let directory = node.directory().to_owned();
+        workloads.write(&directory.join("workloads.yaml"))?;
+        Self::launch(node, &directory, options)
+    }
+
+    fn launch(node: &Node, directory: &Path, options: Options) -> Result<Self> {
+        let mut command = command(
+            &node.host.ns,
+            binary().context("there is no redirector binary: cargo xtask test builds it")?,
+        );
+        command.arg("agent");
+        // Pods come from one source.
+        match &options.zds {
+            Some(zds) => command.arg("--inpod-uds").arg(zds),
+            None => command.arg("--cni-socket").arg(directory.join("cni.sock")),
+        };
+        for (flag, file) in [
+            ("--state-dir", "state"),
+            ("--bpffs-dir", "bpf"),
+            ("--workloads", "workloads.yaml"),
+        ] {
+            command.arg(flag).arg(directory.join(file));
+        }
+        command.args(["--admin-addr", "127.0.0.1:15000"]);
+        command.args(["--metrics-addr", &format!("127.0.0.1:{METRICS_PORT}")]);
+        command.args(["--readiness-addr", &format!("127.0.0.1:{READINESS_PORT}")]);
+        command.args(["--redirect", if options.redirect_none { "none" } else { "ebpf" }]);
+        if options.force_clsact {
+            command.arg("--force-clsact");
+        }
+        command.args(&options.arguments);
+        command
+            .env("XDS_ADDRESS", "")
+            .env("CA_ADDRESS", "")
+            .env("FAKE_CA", "true")
+            .env("RUST_BACKTRACE", "1");
+        let process = Process::start(&mut command, &directory.join("agent.log"))?;
+        let metrics = (std::net::Ipv4Addr::LOCALHOST, METRICS_PORT).into();
+        let mut agent = Self {
+            options,
+            directory: directory.to_owned(),
+            process,
+            metrics,
+            node: node.host.ns.path(),
+        };
+        agent.wait_ready(node)?;
+        Ok(agent)
+    }
+
+    fn wait_ready(&mut self, node: &Node) -> Result<()> {
+        let readiness = (std::net::Ipv4Addr::LOCALHOST, READINESS_PORT).into();
+        // With ZDS it is ready when the snapshot has come, which the test sends later; being there is enough.
+        let enough = |status: u16| status == 200 || self.options.zds.is_some();
+        let ended = wait::until("the agent to be ready", || {
+            if let Some(status) = self.process.ended() {
+                return Some(Some(status));
+            }
+            let (status, _) = app::http_get(&node.host.ns, readiness, "/healthz/ready").ok()?;
+            enough(status).then_some(None)
+        });
+        if let Some(status) = ended {
+            bail!("it ended ({status}); it printed:\n{}", self.log());
+        }
+        Ok(())
+    }
+
+    /// Where its Unix socket is.
+    pub fn cni_socket(&self) -> PathBuf {
+        self.directory.join("cni.sock")
+    }
+
+    /// Where it keeps the root of its certificates.
+    pub fn state_dir(&self) -> PathBuf {
+        self.directory.join("state")
+    }
+
+    /// Where it pins programs, maps and links.
+    pub fn bpffs_dir(&self) -> PathBuf {
+        self.directory.join("bpf")
+    }
+
+    /// Its process id.
+    pub fn pid(&self) -> u32 {
+        self.process.pid()
+    }
+
+    /// Enrols a pod by the Unix socket.
+    ///
+    /// # Panics
+    /// When it is refused.
+    pub fn enrol(&self, pod: &Pod) {
+        let answer = self.cmdadd(pod);
+        assert_eq!(
+            answer.status,
+            200,
+            "enrolling {}: {}\n{}",
+            pod.name,
+            answer.body,
+            self.log()
+        );
+    }
+
+    /// Releases a pod by the Unix socket.
+    ///
+    /// # Panics
+    /// When it is refused.
+    pub fn release(&self, pod: &Pod) {
+        let answer = self.cmddel(pod);
+        assert_eq!(
+            answer.status,
+            200,
+            "releasing {}: {}\n{}",
+            pod.name,
+            answer.body,
+            self.log()
+        );
+    }
+
+    /// Asks to enrol a pod.
+    pub fn cmdadd(&self, pod: &Pod) -> Answer {
+        self.post("/cmdadd", &cni::event(pod).to_string())
+    }
+
+    /// Asks to release a pod.
+    pub fn cmddel(&self, pod: &Pod) -> Answer {
+        self.post("/cmddel", &cni::event(pod).to_string())
+    }
+
+    /// Posts to its Unix socket.
+    ///
+    /// # Panics
+    /// When there is no answer.
+    pub fn post(&self, path: &str, body: &str) -> Answer {
+        cni::post(&self.cni_socket(), path, body)
+            .unwrap_or_else(|error| panic!("POST {path}: {error:#}\n{}", self.log()))
+    }
+
+    /// Ends it as a crash would.
+    pub fn kill(&mut self) {
+        self.process.signal(Signal::SIGKILL);
+        self.process.wait(STOP_DEADLINE).expect("a killed process ends");
+    }
+
+    /// Asks it to end, and waits.
+    ///
+    /// # Panics
+    /// When it has not ended in time.
+    pub fn stop(&mut self) -> ExitStatus {
+        self.process.signal(Signal::SIGTERM);
+        let status = self.process.wait(STOP_DEADLINE);
+        status.unwrap_or_else(|| panic!("the agent has not stopped in {STOP_DEADLINE:?}:\n{}", self.log()))
+    }
+
+    /// Starts a new one on the same directories. The old one must have ended.
+    ///
+    /// # Panics
+    /// When it does not become ready.
+    pub fn restart(&mut self, node: &Node) {
+        assert!(self.process.ended().is_some(), "the agent still runs");
+        let (directory, options) = (self.directory.clone(), self.options.clone());
+        *self = Self::launch(node, &directory, options)
+            .unwrap_or_else(|error| panic!("restarting the agent: {error:#}"));
+    }
+
+    /// Everything it printed since its first start.
+    pub fn log(&self) -> String {
+        self.process.output()
+    }
+
+    /// Its access log: a map of fields per finished connection.
+    pub fn access_log(&self) -> Vec<BTreeMap<String, String>> {
+        let log = self.log();
+        log.lines()
+            .filter(|line| line.contains("connection complete"))
+            .map(fields)
+            .collect()
+    }
+
+    /// Its metrics.
+    ///
+    /// # Panics
+    /// When they cannot be had.
+    pub fn metrics(&self) -> Vec<Sample> {
+        let node = redirector::sys::netns::Netns::open(&self.node).expect("the node is there");
+        let (status, body) = node
+            .run(|| app::http_get_here(self.metrics, "/metrics"))
+            .expect("the node can be entered")
+            .unwrap_or_else(|error| panic!("reading metrics: {error}\n{}", self.log()));
+        assert_eq!(status, 200, "{body}");
+        parse_metrics(&body)
+    }
+
+    /// What its descriptors are: a sorted list of kinds, e.g. `socket`, `anon_inode:bpf-prog`, `net`.
+    ///
+    /// # Panics
+    /// When it has ended.
+    pub fn descriptors(&self) -> Vec<String> {
+        let entries = fs::read_dir(format!("/proc/{}/fd", self.pid())).expect("the agent runs");
+        let mut kinds: Vec<String> = entries
+            .flatten()
+            .filter_map(|entry| fs::read_link(entry.path()).ok())
+            .map(|target| {
+                target
+                    .to_string_lossy()
+                    .split(":[")
+                    .next()
+                    .unwrap_or_default()
+                    .to_owned()
+            })
+            .collect();
+        kinds.sort();
+        kinds
+    }
+}
+
+/// `key=value` and `key="value"` of a log line.
+fn fields(line: &str) -> BTreeMap<String, String> {
+    let mut found = BTreeMap::new();
+    let mut rest = line;
+    while let Some((before, after)) = rest.split_once('=') {
+        let key = before.rsplit([' ', '\t']).next().unwrap_or_default();
+        let (value, next) = match after.strip_prefix('"') {
+            Some(quoted) => quoted.split_once('"').unwrap_or((quoted, "")),
+            None => after.split_once([' ', '\t']).unwrap_or((after, "")),
+        };
+        found.insert(key.to_owned(), value.to_owned());
+        rest = next;
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fields_of_a_log_line_are_read() {
+        let line = "t info access connection complete src.addr=10.0.0.1:5 src.identity=\"spiffe://a/b\" duration=\"18 ms\" x=1";
+        let fields = fields(line);
+        assert_eq!(fields["src.addr"], "10.0.0.1:5");
+        assert_eq!(fields["src.identity"], "spiffe://a/b");
+        assert_eq!(fields["duration"], "18 ms");
+        assert_eq!(fields["x"], "1");
+    }
+}

@@ -1,0 +1,117 @@
+//! Certificates for peers that are not ours, signed by the development root of an agent.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context, Result};
+use rcgen::{CertificateParams, DnType, ExtendedKeyUsagePurpose, Issuer, KeyPair, SanType};
+
+use crate::wait;
+
+/// The files of a peer's certificate, in PEM.
+#[derive(Debug, Clone)]
+pub struct Credentials {
+    /// Its certificate.
+    pub certificate: PathBuf,
+    /// Its key.
+    pub key: PathBuf,
+    /// The root that it and all others chain to.
+    pub root: PathBuf,
+}
+
+/// A root that certificates are signed by.
+#[derive(Debug, Clone)]
+pub struct Root {
+    certificate: PathBuf,
+    key: PathBuf,
+}
+
+impl Root {
+    /// The development root of an agent, in its state directory.
+    ///
+    /// # Panics
+    /// When the agent has made none.
+    pub fn of_agent(state_dir: &Path) -> Self {
+        let (certificate, key) = wait::until("the agent's development root", || root_files(state_dir));
+        Self { certificate, key }
+    }
+
+    /// One of our own, which no agent trusts.
+    ///
+    /// # Panics
+    /// When it cannot be written.
+    pub fn create(directory: &Path) -> Self {
+        let root = Self {
+            certificate: directory.join("own-root.pem"),
+            key: directory.join("own-root.key"),
+        };
+        let make = || -> Result<()> {
+            let pair = KeyPair::generate()?;
+            let mut params = CertificateParams::default();
+            params.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
+            params
+                .distinguished_name
+                .push(DnType::CommonName, "a root of the tests");
+            fs::write(&root.certificate, params.self_signed(&pair)?.pem())?;
+            Ok(fs::write(&root.key, pair.serialize_pem())?)
+        };
+        make().unwrap_or_else(|error| panic!("making a root: {error:#}"));
+        root
+    }
+
+    /// Makes a certificate for `identity`, in files that begin with `name`.
+    ///
+    /// # Panics
+    /// When it cannot be signed or written.
+    pub fn issue(&self, directory: &Path, name: &str, identity: &str) -> Credentials {
+        sign(&self.certificate, &self.key, directory, name, identity)
+            .unwrap_or_else(|error| panic!("a certificate for {identity}: {error:#}"))
+    }
+}
+
+/// The root's certificate and key: the files in PEM, by what they hold, whatever they are called.
+fn root_files(state_dir: &Path) -> Option<(PathBuf, PathBuf)> {
+    let (mut certificate, mut key) = (None, None);
+    let mut directories = vec![state_dir.to_owned()];
+    while let Some(directory) = directories.pop() {
+        for path in fs::read_dir(directory).ok()?.flatten().map(|entry| entry.path()) {
+            if path.is_dir() {
+                directories.push(path);
+                continue;
+            }
+            let text = fs::read_to_string(&path).unwrap_or_default();
+            if text.contains("BEGIN CERTIFICATE") {
+                certificate = Some(path.clone());
+            }
+            if text.contains("PRIVATE KEY") {
+                key = Some(path);
+            }
+        }
+    }
+    certificate.zip(key)
+}
+
+fn sign(root: &Path, key: &Path, directory: &Path, name: &str, identity: &str) -> Result<Credentials> {
+    let root_pem = fs::read_to_string(root).with_context(|| format!("reading {}", root.display()))?;
+    let key_pem = fs::read_to_string(key).with_context(|| format!("reading {}", key.display()))?;
+    let issuer = Issuer::from_ca_cert_pem(&root_pem, KeyPair::from_pem(&key_pem)?)?;
+    let mut params = CertificateParams::default();
+    params.subject_alt_names = vec![SanType::URI(identity.try_into()?)];
+    params.extended_key_usages = vec![
+        ExtendedKeyUsagePurpose::ServerAuth,
+        ExtendedKeyUsagePurpose::ClientAuth,
+    ];
+    let pair = KeyPair::generate()?;
+    let certificate = params.signed_by(&pair, &issuer)?;
+    let credentials = Credentials {
+        certificate: directory.join(format!("{name}.pem")),
+        key: directory.join(format!("{name}.key")),
+        root: directory.join(format!("{name}-roots.pem")),
+    };
+    fs::write(&credentials.certificate, certificate.pem())?;
+    fs::write(&credentials.key, pair.serialize_pem())?;
+    fs::write(&credentials.root, root_pem)?;
+    Ok(credentials)
+}

@@ -1,0 +1,28 @@
+//! A node in a box: what the suites and the demonstration are built of.
+//!
+//! - [`node`]: a node and its pods, made of network namespaces, veths and a bridge; [`netns`] is one namespace
+//! - [`agent`]: the real daemon in the node's namespace; [`workloads`] writes its workload file
+//! - [`cni`]: pod events over the Unix socket; [`zds`]: the same over ZDS, with us as the server
+//! - [`app`]: applications of the pods, and their clients; [`process`]: other programs in a pod
+//! - [`capture`]: what was on the wire; [`counters`]: what the kernel and the daemon counted
+//! - [`ca`]: certificates for peers that are not ours; [`envoy`] is such a peer
+//! - [`mesh`]: what most tests begin with; [`suite`]: the harness
+//!
+//! Everything made here is removed when its value is dropped; what a killed process left is removed by the next one.
+#![forbid(unsafe_code)]
+
+pub mod agent;
+pub mod app;
+pub mod ca;
+pub mod capture;
+pub mod cni;
+pub mod counters;
+pub mod envoy;
+pub mod mesh;
+pub mod netns;
+pub mod node;
+pub mod process;
+pub mod suite;
+pub mod wait;
+pub mod workloads;
+pub mod zds;

@@ -1,0 +1,84 @@
+//! The harness of the suites: libtest's look, and tests that cannot run here are told as ignored, with the reason.
+//! Where nothing may be skipped (`CI=true`, `REDIRECTOR_REQUIRE_ROOT=1`) they fail instead.
+
+use std::{env, process::ExitCode};
+
+use libtest_mimic::{Arguments, Failed, Trial};
+
+use crate::{agent, wait};
+
+/// A test.
+pub struct Case {
+    name: String,
+    run: Box<dyn FnOnce() + Send>,
+}
+
+/// Names a test.
+pub fn case(name: impl Into<String>, run: impl FnOnce() + Send + 'static) -> Case {
+    Case {
+        name: name.into(),
+        run: Box::new(run),
+    }
+}
+
+/// What a suite needs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Needs {
+    /// Namespaces.
+    Root,
+    /// Namespaces, and the daemon with its eBPF object.
+    Agent,
+}
+
+/// Runs a suite, `threads` tests at a time unless the command line says otherwise.
+pub fn main(needs: Needs, threads: usize, cases: Vec<Case>) -> ExitCode {
+    let mut arguments = Arguments::from_args();
+    // Ctrl-C ends the tests that run by a panic, so that they remove what they made; the others do not begin.
+    if let Err(error) = wait::watch_signals() {
+        eprintln!("watching signals: {error}");
+        return ExitCode::FAILURE;
+    }
+    arguments.test_threads.get_or_insert(threads);
+    let lacking = lacking(needs);
+    let strict = ["CI", "REDIRECTOR_REQUIRE_ROOT"].iter().any(|name| {
+        let value = env::var(name).unwrap_or_default();
+        value == "true" || value == "1"
+    });
+    let trials = cases
+        .into_iter()
+        .map(|case| trial(case, lacking, strict))
+        .collect();
+    libtest_mimic::run(&arguments, trials).exit_code()
+}
+
+fn trial(case: Case, lacking: Option<&'static str>, strict: bool) -> Trial {
+    match lacking {
+        None => Trial::test(case.name, move || {
+            if wait::interrupted() {
+                return Err(Failed::from("interrupted"));
+            }
+            (case.run)();
+            Ok(())
+        }),
+        Some(reason) if strict => Trial::test(case.name, move || Err(Failed::from(reason))),
+        Some(reason) => Trial::test(case.name, || Ok(()))
+            .with_kind(reason)
+            .with_ignored_flag(true),
+    }
+}
+
+fn lacking(needs: Needs) -> Option<&'static str> {
+    if !nix::unistd::geteuid().is_root() {
+        return Some("needs root");
+    }
+    let built =
+        || env::var_os("REDIRECTOR_BIN").is_some() || (agent::binary().is_some() && embedded_object());
+    (needs == Needs::Agent && !built()).then_some("needs the eBPF object: cargo xtask test")
+}
+
+/// Whether the build had an object to embed, where xtask leaves it.
+fn embedded_object() -> bool {
+    std::path::Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../target/bpf/redirector.bpf.o")
+        .is_file()
+}

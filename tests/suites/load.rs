@@ -1,0 +1,98 @@
+//! Volume and churn: a whole gigabyte each way, and as many short connections as it takes to meet every port's TIME_WAIT.
+
+use std::{
+    io::{Read, Write},
+    net::{Shutdown, SocketAddr},
+    process::ExitCode,
+    sync::atomic::{AtomicU32, Ordering},
+    thread,
+};
+
+use redirector_tests::{
+    agent::Options,
+    app::{self, App},
+    counters,
+    mesh::{Mesh, PORT},
+    netns::Namespace,
+    node::Family,
+    suite::{Case, Needs, case, main as suite},
+};
+
+type MakeMesh = fn(Options) -> Mesh;
+
+const TRANSFER_BYTES: u64 = 1 << 30;
+/// More than an ephemeral port range has: with fewer than some 4,000 no port is used again.
+const CONNECTIONS: u32 = 30_000;
+const CONCURRENCY: u32 = 32;
+
+fn main() -> ExitCode {
+    let mut cases: Vec<Case> = Vec::new();
+    let meshes: [(&str, MakeMesh); 2] = [("hbone", Mesh::hbone), ("plaintext", Mesh::plaintext)];
+    for (kind, mesh) in meshes {
+        for family in Family::BOTH {
+            let name = family.name();
+            cases.push(case(format!("a_gigabyte_each_way_{kind}_{name}"), move || {
+                a_gigabyte_each_way(mesh, family)
+            }));
+            cases.push(case(format!("no_syn_is_lost_{kind}_{name}"), move || {
+                no_syn_is_lost(mesh, family)
+            }));
+        }
+    }
+    suite(Needs::Agent, 1, cases)
+}
+
+fn a_gigabyte_each_way(mesh: MakeMesh, family: Family) {
+    let mesh = mesh(Options::default());
+    let _hash = App::start(&mesh.server.ns, (family.any(), PORT).into(), app::hash);
+    let _source = App::start(&mesh.server.ns, (family.any(), PORT + 1).into(), app::source);
+
+    let mut up = app::connect(&mesh.client.ns, mesh.server.addr(family, PORT)).unwrap();
+    let sent = app::write_hashed(&mut up, TRANSFER_BYTES).unwrap();
+    up.shutdown(Shutdown::Write).unwrap();
+    let mut received = String::new();
+    up.read_to_string(&mut received).unwrap();
+    assert_eq!(received, sent);
+
+    let mut down = app::connect(&mesh.client.ns, mesh.server.addr(family, PORT + 1)).unwrap();
+    writeln!(down, "{TRANSFER_BYTES}").unwrap();
+    // The source sends the same bytes as were sent up.
+    assert_eq!(app::read_hashed(&mut down).unwrap(), sent);
+}
+
+fn no_syn_is_lost(mesh: MakeMesh, family: Family) {
+    let mesh = mesh(Options::default());
+    let _app = App::start(&mesh.server.ns, (family.any(), PORT).into(), app::who);
+    let seen = mesh.client.ip(family).to_string();
+    churn(&mesh.client.ns, mesh.server.addr(family, PORT), &seen);
+    for (name, pod) in [("client", &mesh.client), ("server", &mesh.server)] {
+        assert_eq!(
+            counters::kernel(&pod.ns, "TcpExt", "TCPSynRetrans"),
+            0,
+            "SYNs were lost in the {name}'s pod"
+        );
+    }
+}
+
+/// Short connections whose server closes first; every one is answered.
+fn churn(ns: &Namespace, addr: SocketAddr, seen: &str) {
+    let left = AtomicU32::new(CONNECTIONS);
+    let take = || {
+        left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1))
+            .is_ok()
+    };
+    let client = || {
+        while take() {
+            let mut stream = app::connect(ns, addr).unwrap();
+            stream.write_all(b"hello\n").unwrap();
+            let mut answer = String::new();
+            stream.read_to_string(&mut answer).unwrap();
+            assert_eq!(answer.strip_prefix("hello "), Some(seen));
+        }
+    };
+    thread::scope(|scope| {
+        for _ in 0..CONCURRENCY {
+            scope.spawn(client);
+        }
+    });
+}
