@@ -197,7 +197,10 @@ fn tcp_checksum(frame: &[u8]) -> u16 {
     checksum(&frame[l4..], u32::from(pseudo))
 }
 
-fn flows() -> [((&'static str, u16), (&'static str, u16)); 2] {
+/// An address and a port.
+type End = (&'static str, u16);
+
+fn flows() -> [(End, End); 2] {
     [((POD_V4, 4000), (FAR_V4, 80)), ((POD_V6, 4000), (FAR_V6, 80))]
 }
 
