@@ -9,7 +9,7 @@ use crate::{
     proxy::{PodContext, PodProxy, Shared},
     redirect::Listeners,
     sys::{
-        netlink::{self, InterfaceAddress},
+        interfaces::{self, InterfaceAddress},
         netns::Netns,
     },
 };
@@ -73,7 +73,7 @@ impl Launch for PodProxies {
     type Proxy = PodProxy;
 
     fn addresses(&self, netns: &Netns) -> io::Result<Vec<InterfaceAddress>> {
-        netlink::interface_addresses(netns)
+        interfaces::interface_addresses(netns)
     }
 
     fn start(&self, pod: NewPod) -> Result<PodProxy, Error> {

@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use super::PodAdd;
 use crate::{
     mesh::pod::{PodInfo, PodUid},
-    sys::{netlink, netns::NetnsId},
+    sys::netns::NetnsId,
     telemetry::Chain,
 };
 
@@ -57,7 +57,7 @@ impl Record {
             netns_path: add.netns_path.clone(),
             netns_dev: add.netns.id().dev,
             netns_ino: add.netns.id().ino,
-            netns_cookie: netlink::netns_cookie(&add.netns).ok().flatten(),
+            netns_cookie: add.netns.cookie().ok().flatten(),
             boot_id: boot_id(),
             addresses: add.addresses.clone(),
         }
@@ -299,7 +299,7 @@ mod tests {
     #[test]
     fn another_namespace_with_the_same_inode_is_not_the_pods() {
         let own = Netns::current().unwrap();
-        let cookie = netlink::netns_cookie(&own).unwrap();
+        let cookie = own.cookie().unwrap();
         let record = Record::of(&add("a"));
         assert!(record.is_of(own.id(), cookie));
         assert!(!record.is_of(

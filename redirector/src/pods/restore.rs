@@ -16,11 +16,7 @@ use super::{
     records::{Record, Records},
     work::{blocking, is_absence},
 };
-use crate::{
-    mesh::pod::PodUid,
-    sys::{netlink, netns::Netns},
-    telemetry::Chain,
-};
+use crate::{mesh::pod::PodUid, sys::netns::Netns, telemetry::Chain};
 
 /// Time after which new pods no longer wait for old ones.
 const DEADLINE: Duration = Duration::from_secs(30);
@@ -92,7 +88,7 @@ fn find(record: &Record) -> Found {
     let Some(path) = record.netns_path() else {
         return Found::Gone;
     };
-    let opened = Netns::open(path).and_then(|netns| Ok((netlink::netns_cookie(&netns)?, netns)));
+    let opened = Netns::open(path).and_then(|netns| Ok((netns.cookie()?, netns)));
     match opened {
         Ok((cookie, netns)) if record.is_of(netns.id(), cookie) => Found::Pod(Box::new(PodAdd {
             info,

@@ -25,7 +25,7 @@ use crate::{
     mesh::pod::PodUid,
     redirect::{PodNetwork, Redirector},
     sys::{
-        netlink::InterfaceAddress,
+        interfaces::InterfaceAddress,
         netns::{Netns, NetnsId},
     },
     telemetry::Chain,

@@ -1,7 +1,6 @@
 //! The edge to the kernel: the only module, with `redirect::maps`, that may hold `unsafe`, nix or libc.
 
 pub mod interfaces;
-pub mod netlink;
 pub mod netns;
 pub mod process;
 pub mod seqpacket;

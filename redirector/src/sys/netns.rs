@@ -3,13 +3,16 @@
 use std::{
     fmt, fs, io,
     os::{
-        fd::{AsFd, BorrowedFd, OwnedFd},
+        fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
         unix::fs::{MetadataExt, OpenOptionsExt},
     },
     path::Path,
 };
 
-use nix::sched::{CloneFlags, setns};
+use nix::{
+    sched::{CloneFlags, setns},
+    sys::socket::{AddressFamily, SockFlag, SockType, socket},
+};
 
 /// Which namespace: device and inode of its nsfs file. Unique as long as the namespace is held open.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -64,7 +67,7 @@ impl Netns {
         let file = fs::File::from(fd);
         let metadata = file.metadata()?;
         let fd = OwnedFd::from(file);
-        if super::netlink::namespace_type(fd.as_fd()) != Some(libc::CLONE_NEWNET) {
+        if namespace_type(fd.as_fd()) != Some(libc::CLONE_NEWNET) {
             return Err(io::Error::new(
                 io::ErrorKind::InvalidInput,
                 "not a network namespace",
@@ -115,6 +118,23 @@ impl Netns {
         let _restore = Restore(home);
         Ok(f())
     }
+
+    /// Its cookie: a number that the kernel gives to no other namespace until the next boot, while an inode number can come
+    /// back. `None` before Linux 5.14. Blocking.
+    ///
+    /// # Errors
+    /// Those of setns(2) and socket(2).
+    pub fn cookie(&self) -> io::Result<Option<u64>> {
+        let any = || {
+            socket(
+                AddressFamily::Unix,
+                SockType::Datagram,
+                SockFlag::SOCK_CLOEXEC,
+                None,
+            )
+        };
+        Ok(socket_netns_cookie(self.run(any)??.as_fd()))
+    }
 }
 
 impl AsFd for Netns {
@@ -133,6 +153,34 @@ impl Drop for Restore {
             std::process::abort();
         }
     }
+}
+
+/// The CLONE_NEW* type of a namespace descriptor (NS_GET_NSTYPE, ioctl_ns(2)); `None` for any other file.
+#[expect(unsafe_code, reason = "ioctl")]
+fn namespace_type(fd: BorrowedFd<'_>) -> Option<i32> {
+    const NS_GET_NSTYPE: libc::c_ulong = 0xb703;
+    // SAFETY: NS_GET_NSTYPE takes no argument and writes no memory; any other kind of file answers ENOTTY.
+    let kind = unsafe { libc::ioctl(fd.as_raw_fd(), NS_GET_NSTYPE as _) };
+    (kind >= 0).then_some(kind)
+}
+
+#[expect(unsafe_code, reason = "getsockopt of an option that nix does not have")]
+fn socket_netns_cookie(socket: BorrowedFd<'_>) -> Option<u64> {
+    /// include/uapi/asm-generic/socket.h
+    const SO_NETNS_COOKIE: libc::c_int = 71;
+    let mut cookie = 0_u64;
+    let mut length = size_of::<u64>() as libc::socklen_t;
+    // SAFETY: the kernel writes at most `length` bytes to `cookie`, and both outlive the call.
+    let result = unsafe {
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            SO_NETNS_COOKIE,
+            (&raw mut cookie).cast(),
+            &raw mut length,
+        )
+    };
+    (result == 0).then_some(cookie)
 }
 
 #[cfg(test)]
@@ -161,5 +209,11 @@ mod tests {
     fn the_own_namespace_needs_no_right_to_enter() {
         let own = Netns::current().unwrap();
         assert_eq!(own.run(|| Netns::current().unwrap().id()).unwrap(), own.id());
+    }
+
+    #[test]
+    fn a_namespace_keeps_its_cookie() {
+        let own = Netns::current().unwrap();
+        assert_eq!(own.cookie().unwrap(), own.cookie().unwrap());
     }
 }

@@ -17,7 +17,7 @@ use super::{
 use crate::{
     mesh::pod::PodInfo,
     redirect::{self, Count, Listeners, Marks, PodNetwork},
-    sys::{netlink::InterfaceAddress, netns::Netns},
+    sys::{interfaces::InterfaceAddress, netns::Netns},
 };
 
 const NODE: u64 = 1;

@@ -88,7 +88,7 @@ pub(super) fn attach_lookup(ebpf: &mut Ebpf, rule: DialRule, netns: &Netns) -> R
 pub(super) fn attach_tc(ebpf: &mut Ebpf, mode: TcMode, interface: &Interface) -> Result<Vec<Hook>, Error> {
     let mut hooks = Vec::new();
     for (name, direction) in DIRECTIONS {
-        let program = object::classifier(ebpf, name)?;
+        let program: &mut SchedClassifier = object::program(ebpf, name)?;
         let failed = attaching(name, interface);
         let options = match mode {
             TcMode::Tcx => TcAttachOptions::TcxOrder(LinkOrder::default()),
@@ -116,7 +116,7 @@ pub(super) fn attach_tc(ebpf: &mut Ebpf, mode: TcMode, interface: &Interface) ->
 pub(super) fn replace_filters(ebpf: &mut Ebpf, interface: &Interface) -> Result<Vec<Hook>, Error> {
     let mut hooks = Vec::new();
     for (name, direction) in DIRECTIONS {
-        let program = object::classifier(ebpf, name)?;
+        let program: &mut SchedClassifier = object::program(ebpf, name)?;
         let failed = attaching(name, interface);
         let link =
             SchedClassifierLink::attached(&interface.name, direction, FILTER_PRIORITY, FILTER_HANDLE, None)

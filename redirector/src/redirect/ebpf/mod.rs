@@ -241,7 +241,7 @@ impl Ebpf {
         }
         for name in [object::EGRESS, object::INGRESS] {
             let path = directory.join(name);
-            object::classifier(&mut ebpf, name)?
+            object::program::<aya::programs::SchedClassifier>(&mut ebpf, name)?
                 .pin(&path)
                 .map_err(|error| Error::new(format!("pinning {}", path.display()), error))?;
         }

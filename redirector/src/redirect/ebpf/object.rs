@@ -9,7 +9,7 @@ use std::{
 
 use aya::{
     Ebpf, EbpfLoader, VerifierLogLevel, include_bytes_aligned,
-    programs::{SchedClassifier, SkLookup},
+    programs::{Program, ProgramError, SchedClassifier, SkLookup},
 };
 
 use crate::redirect::Error;
@@ -99,44 +99,34 @@ impl Object {
             move |error| Error::new(operation, with_advice(error))
         };
         for name in [EGRESS, INGRESS] {
-            classifier(ebpf, name)?.load().map_err(failed(name))?;
+            program::<SchedClassifier>(ebpf, name)?
+                .load()
+                .map_err(failed(name))?;
         }
         let lookup = lookup(ebpf, self.dial_rule)?;
         match lookup.load() {
             // The trial load of `open` has left it loaded.
-            Ok(()) | Err(aya::programs::ProgramError::AlreadyLoaded) => Ok(()),
+            Ok(()) | Err(ProgramError::AlreadyLoaded) => Ok(()),
             Err(error) => Err(failed(self.dial_rule.program())(error)),
         }
     }
 }
 
-/// A TC program of an instance.
-pub(super) fn classifier<'a>(ebpf: &'a mut Ebpf, name: &str) -> Result<&'a mut SchedClassifier, Error> {
-    let missing = || {
-        Error::new(
-            format!("finding the eBPF program {name}"),
-            io::Error::other("not in the object"),
-        )
-    };
+/// A program of an instance.
+pub(super) fn program<'a, P>(ebpf: &'a mut Ebpf, name: &str) -> Result<&'a mut P, Error>
+where
+    &'a mut P: TryFrom<&'a mut Program, Error = ProgramError>,
+{
+    let failed = || format!("finding the eBPF program {name}");
     ebpf.program_mut(name)
-        .ok_or_else(missing)?
+        .ok_or_else(|| Error::new(failed(), "not in the object"))?
         .try_into()
-        .map_err(|error| Error::new(format!("finding the eBPF program {name}"), error))
+        .map_err(|error| Error::new(failed(), error))
 }
 
 /// The SK_LOOKUP program of an instance.
 pub(super) fn lookup(ebpf: &mut Ebpf, rule: DialRule) -> Result<&mut SkLookup, Error> {
-    let name = rule.program();
-    let missing = || {
-        Error::new(
-            format!("finding the eBPF program {name}"),
-            io::Error::other("not in the object"),
-        )
-    };
-    ebpf.program_mut(name)
-        .ok_or_else(missing)?
-        .try_into()
-        .map_err(|error| Error::new(format!("finding the eBPF program {name}"), error))
+    program(ebpf, rule.program())
 }
 
 /// An error of the kernel's with what to do about it.
