@@ -56,6 +56,9 @@ const EVENTS: usize = 64;
 /// Time that the tasks which only serve get to end, after the pods have.
 const STOP_DEADLINE: Duration = Duration::from_secs(5);
 
+/// Time between looks at whether each pod's capture is still whole. A look costs some tenths of a millisecond.
+const CHECK_INTERVAL: Duration = Duration::from_secs(5);
+
 /// Why the agent does not run.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -154,6 +157,7 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
         })?,
         release_grace: config.release_grace.0,
         shutdown_grace: config.shutdown_grace.0,
+        check_interval: CHECK_INTERVAL,
         release_on_exit: config.release_on_exit,
     };
     let backend = redirector.name();

@@ -42,6 +42,8 @@ pub struct Config {
     pub release_grace: Duration,
     /// Time that all connections get to end when the agent stops.
     pub shutdown_grace: Duration,
+    /// Time between looks at whether each pod's capture is still whole; what is gone is put back.
+    pub check_interval: Duration,
     /// Pods are released when the agent stops. Otherwise their capture stays, and they fail closed until an agent is back.
     pub release_on_exit: bool,
 }
@@ -69,6 +71,8 @@ struct Entry<P> {
     queue: VecDeque<(Request, Option<Reply>)>,
     /// To be tried again, and why it failed.
     retry: Option<(PodAdd, String)>,
+    /// What the last look at the capture found to be wrong, and could not mend.
+    fault: Option<String>,
 }
 
 impl<P> Default for Entry<P> {
@@ -78,6 +82,7 @@ impl<P> Default for Entry<P> {
             job: None,
             queue: VecDeque::new(),
             retry: None,
+            fault: None,
         }
     }
 }
@@ -90,6 +95,8 @@ struct Job {
 enum Request {
     Add(PodAdd),
     Delete(PodDelete),
+    /// Look whether this captured pod is still so.
+    Check(PodAdd),
 }
 
 enum Finished<P> {
@@ -146,6 +153,8 @@ impl<L: Launch> Lifecycle<L> {
     pub async fn run(mut self, mut events: mpsc::Receiver<PodEvent>, stop: CancellationToken) {
         let mut retry = interval(RETRY_INTERVAL);
         retry.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut check = interval(self.config.check_interval);
+        check.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             tokio::select! {
                 () = stop.cancelled() => break,
@@ -155,6 +164,7 @@ impl<L: Launch> Lifecycle<L> {
                 },
                 Some(finished) = self.jobs.join_next_with_id() => self.finished(finished),
                 _ = retry.tick() => self.retry(),
+                _ = check.tick() => self.check(),
             }
             self.publish();
         }
@@ -281,7 +291,7 @@ impl<L: Launch> Lifecycle<L> {
 
     /// The other pod that has `netns`, or is about to.
     fn owner_of(&self, netns: NetnsId, uid: &PodUid) -> Option<PodUid> {
-        let wants = |request: &Request| matches!(request, Request::Add(add) if add.netns.id() == netns);
+        let wants = |request: &Request| matches!(request, Request::Add(add) | Request::Check(add) if add.netns.id() == netns);
         let owns = |entry: &Entry<L::Proxy>| {
             entry.pod.as_ref().is_some_and(|pod| pod.add.netns.id() == netns)
                 || entry.job.as_ref().is_some_and(|job| wants(&job.request))
@@ -326,6 +336,11 @@ impl<L: Launch> Lifecycle<L> {
                     self.jobs
                         .spawn(async move { Finished::Pod(worker.add(old, add).await) })
                 }
+                Request::Check(_) => {
+                    let Some(pod) = entry.pod.take() else { continue };
+                    self.jobs
+                        .spawn(async move { Finished::Pod(worker.check(pod).await) })
+                }
                 Request::Delete(_) => {
                     let (old, uid) = (entry.pod.take(), uid.clone());
                     self.jobs
@@ -334,6 +349,9 @@ impl<L: Launch> Lifecycle<L> {
             };
             // A newer request makes an older one's retry moot.
             entry.retry = None;
+            if !matches!(request, Request::Check(_)) {
+                entry.fault = None;
+            }
             entry.job = Some(Job { request, reply });
             self.running.insert(spawned.id(), uid.clone());
         }
@@ -393,6 +411,18 @@ impl<L: Launch> Lifecycle<L> {
                     _ => {}
                 }
             }
+            (Request::Check(_), Ok(())) => {
+                if entry.fault.take().is_some() {
+                    info!(%uid, "the pod's capture is whole again");
+                }
+            }
+            (Request::Check(_), Err(error)) => {
+                let fault = Chain(error).to_string();
+                if entry.fault.as_ref() != Some(&fault) {
+                    warn!(%uid, error = %fault, "the pod's capture is not whole; trying again");
+                    entry.fault = Some(fault);
+                }
+            }
             (Request::Delete(_), Ok(())) => {
                 self.metrics.stopped.inc();
             }
@@ -416,6 +446,21 @@ impl<L: Launch> Lifecycle<L> {
         for add in adds {
             debug!(uid = %add.info.uid, "trying again to capture the pod");
             self.enqueue_add(add, None);
+        }
+    }
+
+    /// Looks at every captured pod with nothing to do: somebody may have removed our hooks or routes, or its interfaces or
+    /// addresses have changed.
+    fn check(&mut self) {
+        let idle = |(_, entry): &(&PodUid, &Entry<L::Proxy>)| entry.job.is_none() && entry.queue.is_empty();
+        let captured: Vec<_> = self
+            .table
+            .iter()
+            .filter(idle)
+            .filter_map(|(uid, entry)| Some((uid.clone(), entry.pod.as_ref()?.add.clone())))
+            .collect();
+        for (uid, add) in captured {
+            self.enqueue(uid, Request::Check(add), None);
         }
     }
 
@@ -507,13 +552,14 @@ impl<P> Entry<P> {
         let job = self.job.as_ref().map(|job| &job.request);
         let queued = self.queue.iter().map(|(request, _)| request);
         let requested = job.into_iter().chain(queued).find_map(|request| match request {
-            Request::Add(add) => Some(add),
+            Request::Add(add) | Request::Check(add) => Some(add),
             Request::Delete(_) => None,
         });
         let captured = self.pod.as_ref().map(|pod| &pod.add);
         let (add, state, error) = match (job, captured, &self.retry) {
             (Some(Request::Add(add)), _, _) => (add, State::Starting, None),
-            (None, Some(captured), _) => (captured, State::Captured, None),
+            (Some(Request::Check(add)), _, _) => (add, State::Captured, self.fault.clone()),
+            (None, Some(captured), _) => (captured, State::Captured, self.fault.clone()),
             (None, None, Some((add, error))) => (add, State::NotCaptured, Some(error.clone())),
             (Some(Request::Delete(_)), _, _) | (None, None, None) => (requested?, State::Stopping, None),
         };

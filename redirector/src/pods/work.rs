@@ -108,6 +108,31 @@ impl<L: Launch> Worker<L> {
         }
     }
 
+    /// Looks whether a captured pod is still so, and puts back what is gone.
+    pub(super) async fn check(self: Arc<Self>, pod: Captured<L::Proxy>) -> Done<L::Proxy> {
+        const STEP: &str = "check the capture of the pod";
+        let attach = move || {
+            // Guarded by itself: a panic must not lose the pod, and its connections with it.
+            let result = guarded(STEP, || {
+                let listeners = self.launch.listeners(&pod.proxy);
+                self.redirector
+                    .attach(&pod.network, listeners)
+                    .map_err(Error::Attach)
+            });
+            Ok((pod, result))
+        };
+        match blocking(STEP, attach).await {
+            Ok((pod, result)) => Done {
+                pod: Some(pod),
+                result,
+            },
+            Err(error) => Done {
+                pod: None,
+                result: Err(error),
+            },
+        }
+    }
+
     /// Releases a pod; one that is not here is what an earlier agent may have left.
     pub(super) async fn delete(
         self: Arc<Self>,

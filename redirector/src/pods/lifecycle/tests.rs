@@ -177,6 +177,10 @@ struct Agent {
 impl Agent {
     /// An agent that has not seen a snapshot.
     fn fresh(release_on_exit: bool) -> Self {
+        Self::begin(release_on_exit, Duration::from_secs(3600))
+    }
+
+    fn begin(release_on_exit: bool, check_interval: Duration) -> Self {
         let state = tempfile::tempdir().unwrap();
         let records = Records::open(state.path()).unwrap();
         let world = Arc::new(World::default());
@@ -184,6 +188,7 @@ impl Agent {
             node: vec![NetnsId { dev: 0, ino: NODE }],
             release_grace: Duration::ZERO,
             shutdown_grace: Duration::from_secs(5),
+            check_interval,
             release_on_exit,
         };
         let launch = Surroundings(Arc::clone(&world));
@@ -679,4 +684,39 @@ async fn what_waits_when_the_agent_stops_is_answered() {
     open.send(()).unwrap();
     first.await.unwrap().unwrap();
     agent.task.await.unwrap();
+}
+
+#[tokio::test]
+async fn a_captured_pod_is_looked_at_again_and_again() {
+    let mut agent = Agent::begin(false, Duration::from_millis(10));
+    agent.snapshot_sent().await.unwrap();
+    agent.add(pod("a", 2)).await.unwrap();
+    let fault = |status: &Status| status.pods.first().and_then(|pod| pod.error.clone());
+    for (fails, expected) in [(true, Some("attach a: no")), (false, None)] {
+        match fails {
+            true => agent.world.fault("attach a"),
+            false => agent.world.mend(),
+        }
+        let told = agent.status.wait_for(|status| match (fault(status), expected) {
+            (Some(fault), Some(expected)) => fault.contains(expected),
+            (fault, expected) => fault.is_none() && expected.is_none(),
+        });
+        let told = tokio::time::timeout(Duration::from_secs(10), told)
+            .await
+            .unwrap()
+            .unwrap();
+        // Its connections go on: the pod is not given up for a look that failed.
+        assert_eq!(told.pods[0].state, State::Captured);
+    }
+    // A look holds up no event, and its panic loses neither the pod nor its proxy.
+    agent.world.fault("attach a!");
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    agent.world.mend();
+    agent.world.log();
+    agent.delete("a", None).await.unwrap();
+    let log = agent.world.log();
+    assert!(
+        log.ends_with(&["release a".into(), "stop 0s a".into(), "detach a".into()]),
+        "{log:?}"
+    );
 }

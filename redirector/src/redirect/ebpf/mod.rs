@@ -26,7 +26,10 @@ use std::{
 use aya::maps::{MapData, SockMap};
 use redirector_common::{
     consts::{MARK_APP, MARK_PROXY},
-    maps::{self as layout, FLAG_LOOKUP_HAS_IFINDEX, FLAG_RELEASING, Listener, MAX_ADDRESSES, PodEntry, Tag},
+    maps::{
+        self as layout, FLAG_LOOKUP_HAS_IFINDEX, FLAG_RELEASING, FLAG_TRACE, Listener, MAX_ADDRESSES,
+        PodEntry, Tag,
+    },
     verdict::Counter,
 };
 
@@ -203,12 +206,19 @@ impl Ebpf {
             tracing::warn!(uid = %pod.uid, "the programs are not on all interfaces of the pod; attaching anew");
             return Ok(None);
         }
+        let changed = in_netns(&pod.netns, || routes::set_sysctls(plan.v6))?;
         routes_in(&pod.netns, plan.v6)?;
         set_addresses(&directory, plan)?;
         set_listeners(open_map(&directory, layout::LISTENERS, sockmap)?, listeners)?;
-        map.write(entry)
-            .map_err(|error| Error::new("updating the pod's map entry", error))?;
-        tracing::info!(uid = %pod.uid, "adopted the programs in place");
+        let flags = entry.flags | before.flags & FLAG_TRACE;
+        let changed_sysctls = before.changed_sysctls | changed;
+        map.write(PodEntry {
+            flags,
+            changed_sysctls,
+            ..entry
+        })
+        .map_err(|error| Error::new("updating the pod's map entry", error))?;
+        tracing::debug!(uid = %pod.uid, "the programs are in place");
         Ok(Some(()))
     }
 
