@@ -31,12 +31,25 @@ const STOP_DEADLINE: Duration = Duration::from_secs(30);
 pub struct Options {
     /// Attach by clsact where TCX could be had.
     pub force_clsact: bool,
+    /// Tell the proxy's dials by source port where their device could be had.
+    pub force_source_port: bool,
     /// Redirection is done by somebody else.
     pub redirect_none: bool,
     /// Take pods from a ZDS server at this socket.
     pub zds: Option<PathBuf>,
     /// More arguments.
     pub arguments: Vec<String>,
+}
+
+impl Options {
+    /// As on a kernel before 5.17, without TCX links and without the device in SK_LOOKUP.
+    pub fn old_kernel() -> Self {
+        Self {
+            force_clsact: true,
+            force_source_port: true,
+            ..Self::default()
+        }
+    }
 }
 
 /// A daemon.
@@ -102,6 +115,9 @@ impl Agent {
         command.args(["--redirect", if options.redirect_none { "none" } else { "ebpf" }]);
         if options.force_clsact {
             command.arg("--force-clsact");
+        }
+        if options.force_source_port {
+            command.arg("--force-source-port");
         }
         command.args(&options.arguments);
         command

@@ -52,19 +52,20 @@ const PATHS: &[(&str, Path)] = &[
 
 fn main() -> ExitCode {
     let mut cases: Vec<Case> = Vec::new();
-    for (attach, force_clsact) in [("tcx", false), ("clsact", true)] {
+    let clsact = Options {
+        force_clsact: true,
+        ..Options::default()
+    };
+    for (attach, options) in [
+        ("tcx", Options::default()),
+        ("clsact", clsact),
+        ("old_kernel", Options::old_kernel()),
+    ] {
         for family in Family::BOTH {
             for (name, path) in PATHS {
+                let options = options.clone();
                 let name = format!("{name}_{}_{attach}", family.name());
-                cases.push(case(name, move || {
-                    path(
-                        family,
-                        Options {
-                            force_clsact,
-                            ..Options::default()
-                        },
-                    )
-                }));
+                cases.push(case(name, move || path(family, options)));
             }
         }
     }

@@ -1,7 +1,7 @@
 //! Pods come and go, and agents die: what must be left behind, and what must not.
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     fs,
     path::{Path, PathBuf},
     process::ExitCode,
@@ -45,8 +45,15 @@ fn main() -> ExitCode {
         cases.push(case(format!("enrolling_is_idempotent_{attach}"), move || {
             enrolling_is_idempotent(options())
         }));
+        cases.push(case(format!("what_is_removed_is_put_back_{attach}"), move || {
+            what_is_removed_is_put_back(options())
+        }));
     }
     cases.push(case("a_released_pod_talks_plainly", a_released_pod_talks_plainly));
+    cases.push(case(
+        "an_address_that_comes_later_is_captured",
+        an_address_that_comes_later_is_captured,
+    ));
     cases.push(case(
         "a_late_delete_spares_the_new_owner",
         a_late_delete_spares_the_new_owner,
@@ -57,7 +64,7 @@ fn main() -> ExitCode {
 /// Everything in a pod's namespace that enrolling may change.
 #[derive(Debug, PartialEq, Eq)]
 struct Traces {
-    rules: [String; 2],
+    rules: [BTreeSet<String>; 2],
     routes: [String; 2],
     listeners: Vec<String>,
     filters: [String; 2],
@@ -90,10 +97,18 @@ fn traces(pod: &Pod) -> Traces {
             .args(["-n", pod.ns.name(), "filter", "show", "dev", "eth0", hook])
             .output()
             .expect("tc comes with ip");
-        String::from_utf8_lossy(&tc.stdout).into_owned()
+        let text = String::from_utf8_lossy(&tc.stdout);
+        // Another instance of a program has another id.
+        text.lines()
+            .map(|line| line.split(" id ").next().unwrap_or_default().to_owned() + "\n")
+            .collect()
     };
     Traces {
-        rules: ["-4 rule show", "-6 rule show"].map(|command| pod.ns.ip_output(command)),
+        // Rules of one priority stand in the order in which they were added.
+        rules: ["-4 rule show", "-6 rule show"].map(|command| {
+            let text = pod.ns.ip_output(command);
+            text.lines().map(str::to_owned).collect()
+        }),
         // Neighbour discovery's own routes come and go with their expiry times: the tables of ours are what counts.
         routes: ["-4 route show table all", "-6 route show table all"].map(|command| {
             pod.ns
@@ -248,6 +263,51 @@ fn enrolling_is_idempotent(options: Options) {
     holds_no_more_than(&mesh.agent, &descriptors);
 }
 
+/// Somebody removes what capture rests on, one thing after the other.
+fn what_is_removed_is_put_back(options: Options) {
+    let mesh = Mesh::hbone(options);
+    works_over_hbone(&mesh);
+    let pod = &mesh.client;
+    let (whole, pinned) = (traces(pod), pins(&mesh.agent));
+    let remove_hooks = || {
+        // Links go with their pins, filters with their qdisc.
+        for path in pinned
+            .iter()
+            .filter(|path| path.to_string_lossy().contains("/link_"))
+        {
+            fs::remove_file(path).unwrap();
+        }
+        let mut tc = std::process::Command::new("tc");
+        let _ = tc
+            .args(["-n", pod.ns.name(), "qdisc", "del", "dev", "eth0", "clsact"])
+            .output();
+    };
+    let run = |commands: &[&str]| {
+        for command in commands {
+            pod.ns.ip_output(command);
+        }
+    };
+    let sabotages: [(&str, &dyn Fn()); 4] = [
+        ("the rules", &|| {
+            run(&["-4 rule del priority 32763", "-6 rule del priority 32763"])
+        }),
+        ("the routes", &|| {
+            run(&["-4 route flush table 1337", "-6 route flush table 1337"])
+        }),
+        ("a sysctl", &|| {
+            pod.ns.set_sysctl("net/ipv4/tcp_fwmark_accept", "0").unwrap()
+        }),
+        ("the hooks", &remove_hooks),
+    ];
+    for (what, sabotage) in sabotages {
+        sabotage();
+        wait::until(&format!("{what} to be put back"), || {
+            (traces(pod) == whole && pins(&mesh.agent) == pinned).then_some(())
+        });
+        works_over_hbone(&mesh);
+    }
+}
+
 fn a_released_pod_talks_plainly() {
     let mesh = Mesh::hbone(Options::default());
     works_over_hbone(&mesh);
@@ -258,6 +318,27 @@ fn a_released_pod_talks_plainly() {
     let seen = app::ask_who(&mesh.client.ns, mesh.server.addr(Family::V4, PORT)).unwrap();
     assert_eq!(seen, mesh.client.v4.to_string());
     assert_eq!(opened_ports(&capture.stop()), [PORT]);
+}
+
+/// Traffic to an address that the pod gets after its enrolment goes through the proxy, as to its others.
+fn an_address_that_comes_later_is_captured() {
+    // Where the device is told, the programs capture it even before the agent has seen it.
+    let mesh = Mesh::hbone(Options::old_kernel());
+    let later = "10.77.0.200";
+    mesh.server
+        .ns
+        .ip(&[format!("addr add {later}/16 dev eth0")])
+        .unwrap();
+    let _app = App::start(&mesh.server.ns, (Family::V4.any(), PORT).into(), app::who);
+    let target = format!("{later}:{PORT}").parse().unwrap();
+    wait::until("the new address to be captured", || {
+        let seen = app::ask_who(&mesh.stranger.ns, target).ok();
+        assert!(seen.is_none_or(|seen| seen == mesh.stranger.v4.to_string()));
+        let inbound = |record: &BTreeMap<String, String>| {
+            record.get("dst.addr").is_some_and(|dst| dst.starts_with(later))
+        };
+        mesh.agent.access_log().iter().any(inbound).then_some(())
+    });
 }
 
 /// The namespace and addresses of a pod go to a new pod of another UID before the old one's delete has come.
