@@ -118,11 +118,13 @@ fn parse_v4<B: Bytes + ?Sized>(bytes: &B) -> Parsed {
 
 #[inline(always)]
 fn parse_v6<B: Bytes + ?Sized>(bytes: &B) -> Parsed {
-    let (Some(next), Some(source), Some(destination)) = (
-        bytes.load::<1>(ETH_HLEN + 6),
-        bytes.load::<16>(ETH_HLEN + 8),
-        bytes.load::<16>(ETH_HLEN + 24),
-    ) else {
+    let Some(next) = bytes.load::<1>(ETH_HLEN + 6) else {
+        return Parsed::Malformed;
+    };
+    let Some(source) = bytes.load::<16>(ETH_HLEN + 8) else {
+        return Parsed::Malformed;
+    };
+    let Some(destination) = bytes.load::<16>(ETH_HLEN + 24) else {
         return Parsed::Malformed;
     };
     let source = Addr::from_v6_bytes(source);

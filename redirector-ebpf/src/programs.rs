@@ -65,13 +65,15 @@ fn untagged(ctx: &TcContext, sender: tags::SenderSocket, pod: &PodEntry) -> Egre
         has_proxy_mark: skb.mark() & MARK_MASK == MARK_PROXY.0,
     };
     let verdict = verdict::egress(&parsed, who, pod, &PodAddresses);
-    match (verdict, parsed) {
+    // By reference, and no tuple of options anywhere: a kernel before 5.10.222 or 6.1.100 refuses to read the padding and the unset
+    // halves that such moves copy.
+    match (verdict, &parsed) {
         (Egress::AskSocketTable, Parsed::Tcp(tcp)) => {
-            verdict::egress_by_socket_table(steer::far_end_is_here(ctx, &tcp))
+            verdict::egress_by_socket_table(steer::far_end_is_here(ctx, tcp))
         }
         (Egress::Capture, Parsed::Tcp(tcp)) => {
             if pod.has(FLAG_TRACE) {
-                trace_capture(ctx, &tcp);
+                trace_capture(ctx, tcp);
             }
             verdict
         }

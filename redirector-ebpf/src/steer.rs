@@ -143,7 +143,10 @@ pub(crate) fn refuse(ctx: &TcContext) -> i32 {
     let Parsed::Tcp(tcp) = packet::parse(skb.ethertype(), &skb) else {
         return DROP;
     };
-    let (Some(macs), Some(ports_seq_ack)) = (skb.load::<12>(0), skb.load::<14>(tcp.l4_offset)) else {
+    let Some(macs) = skb.load::<12>(0) else {
+        return DROP;
+    };
+    let Some(ports_seq_ack) = skb.load::<14>(tcp.l4_offset) else {
         return DROP;
     };
     let m = macs;
