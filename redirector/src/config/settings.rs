@@ -76,7 +76,7 @@ settings! {
         ca_address: String, ["CA_ADDRESS"];
     "Use the built-in development CA, whatever --ca-address says"
         fake_ca: bool, ["FAKE_CA"], switch "true";
-    "Directory of the development CA [default: <state-dir>/ca]"
+    "Directory of the development CA; by default the directory ca in the state directory"
         ca_dir: PathBuf, [];
     "How long workload certificates are valid"
         svid_ttl: Span, ["SECRET_TTL"];
