@@ -93,6 +93,7 @@ impl Ebpf {
     /// # Errors
     /// A missing right, a kernel without a needed feature, a binary built without eBPF: each says what to do.
     pub fn open(config: &Config) -> Result<Self, Error> {
+        object::check_embedded(object::OBJECT)?;
         let pins = Pins::prepare(&config.bpffs_dir)?;
         let object = Object::open(&pins.shared(), config.force_source_port)?;
         let tc_mode = if config.force_clsact || !tcx_supported() {

@@ -56,14 +56,6 @@ impl Object {
     /// Prepares loading with shared maps pinned in `shared`, and tries it once: so a missing right, a kernel without a needed
     /// feature or an absent object is told at start and not at the first pod.
     pub(super) fn open(shared: &Path, force_source_port: bool) -> Result<Self, Error> {
-        if OBJECT.is_empty() {
-            return Err(Error::new(
-                "loading the eBPF programs",
-                io::Error::other(
-                    "this binary was built without eBPF; build the object with `cargo xtask ebpf` and then the binary again",
-                ),
-            ));
-        }
         let mut loader = EbpfLoader::new();
         loader
             .map_pin_path("TAGS", shared.join("TAGS"))
@@ -77,8 +69,13 @@ impl Object {
             dial_rule: DialRule::SourcePort,
         };
         let mut trial = object.load()?;
-        if !force_source_port && lookup(&mut trial, DialRule::Device)?.load().is_ok() {
-            object.dial_rule = DialRule::Device;
+        if !force_source_port {
+            match lookup(&mut trial, DialRule::Device)?.load() {
+                Ok(()) => object.dial_rule = DialRule::Device,
+                Err(error) => {
+                    tracing::info!(%error, "SK_LOOKUP does not tell the device here; the source port will do")
+                }
+            }
         }
         object.load_programs(&mut trial)?;
         Ok(object)
@@ -110,6 +107,17 @@ impl Object {
             Err(error) => Err(failed(self.dial_rule.program())(error)),
         }
     }
+}
+
+/// Refuses to go on with an `object` that a build without the eBPF toolchain has left empty.
+pub(super) fn check_embedded(object: &[u8]) -> Result<(), Error> {
+    if object.is_empty() {
+        return Err(Error::new(
+            "loading the eBPF programs",
+            "this binary was built without eBPF; build the object with `cargo xtask ebpf` and then the binary again",
+        ));
+    }
+    Ok(())
 }
 
 /// A program of an instance.
@@ -160,4 +168,38 @@ fn with_advice<E: std::error::Error + 'static>(source: E) -> Advised<E> {
         _ => "",
     };
     Advised { source, advice }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::telemetry::Chain;
+
+    #[test]
+    fn a_binary_without_ebpf_says_how_to_get_one_with_it() {
+        let error = check_embedded(b"").unwrap_err();
+        assert!(
+            Chain(&error).to_string().contains("`cargo xtask ebpf`"),
+            "{error}"
+        );
+        assert!(check_embedded(b"\x7fELF").is_ok());
+    }
+
+    #[test]
+    fn the_kernels_refusals_come_with_advice() {
+        for (errno, advice) in [
+            (libc::EPERM, "run as root"),
+            (libc::EACCES, "run as root"),
+            (libc::EINVAL, "Linux 5.10 or later"),
+            (ENOTSUPP, "Linux 5.10 or later"),
+        ] {
+            let error = with_advice(io::Error::from_raw_os_error(errno));
+            assert!(error.to_string().contains(advice), "{error}");
+        }
+        let other = io::Error::from_raw_os_error(libc::ENOSPC);
+        assert_eq!(
+            with_advice(io::Error::from_raw_os_error(libc::ENOSPC)).to_string(),
+            other.to_string()
+        );
+    }
 }

@@ -1,5 +1,7 @@
 //! The programs on a namespace without a proxy: they count what they would do, and let everything pass.
 
+use std::sync::Arc;
+
 use redirector_common::maps::{self as layout, FLAG_LOOKUP_HAS_IFINDEX, FLAG_OBSERVE, PodEntry};
 
 use super::{
@@ -7,18 +9,21 @@ use super::{
     hooks::{self, Hook},
     in_netns, read_counts,
 };
-use crate::redirect::{
-    Count, Error, PodNetwork,
-    maps::{AddressMap, PodMap},
+use crate::{
+    redirect::{
+        Count, Error, PodNetwork,
+        maps::{AddressMap, PodMap},
+    },
+    sys::netns::Netns,
 };
 
 /// Programs that observe a namespace for as long as this value lives. Nothing is pinned.
 pub struct Observation {
     counters: CounterMap,
     interfaces: Vec<String>,
-    // Dropping them detaches the programs.
-    _hooks: Vec<Hook>,
-    _programs: aya::Ebpf,
+    netns: Arc<Netns>,
+    hooks: Vec<Hook>,
+    programs: aya::Ebpf,
 }
 
 impl Observation {
@@ -30,6 +35,16 @@ impl Observation {
     /// The interfaces that are observed.
     pub fn interfaces(&self) -> &[String] {
         &self.interfaces
+    }
+}
+
+impl Drop for Observation {
+    fn drop(&mut self) {
+        let hooks = std::mem::take(&mut self.hooks);
+        // Dropping a filter removes it by its interface's index, which means something only in its own namespace.
+        if let Err(error) = self.netns.run(|| drop(hooks)) {
+            tracing::error!(%error, netns = %self.netns.id(), "the programs stay attached");
+        }
     }
 }
 
@@ -70,27 +85,26 @@ impl Ebpf {
             .and_then(|mut addresses| addresses.replace(&plan.addresses))
             .map_err(failed)?;
         let counters = CounterMap::new(map(layout::COUNTERS)?).map_err(failed)?;
-        let mut hooks = vec![hooks::attach_lookup(
-            &mut ebpf,
-            self.object.dial_rule,
-            &pod.netns,
-        )?];
+        let lookup = hooks::attach_lookup(&mut ebpf, self.object.dial_rule, &pod.netns)?;
+        // From here on, a failure drops what is attached as the end of an observation does.
+        let mut observation = Observation {
+            counters,
+            interfaces: plan
+                .interfaces
+                .iter()
+                .map(|interface| interface.name.clone())
+                .collect(),
+            netns: Arc::clone(&pod.netns),
+            hooks: vec![lookup],
+            programs: ebpf,
+        };
         in_netns(&pod.netns, || {
             for interface in &plan.interfaces {
-                hooks.extend(hooks::attach_tc(&mut ebpf, self.tc_mode, interface)?);
+                let attached = hooks::attach_tc(&mut observation.programs, self.tc_mode, interface)?;
+                observation.hooks.extend(attached);
             }
             Ok(())
         })?;
-        let interfaces = plan
-            .interfaces
-            .into_iter()
-            .map(|interface| interface.name)
-            .collect();
-        Ok(Observation {
-            counters,
-            interfaces,
-            _hooks: hooks,
-            _programs: ebpf,
-        })
+        Ok(observation)
     }
 }

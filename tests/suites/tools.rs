@@ -1,0 +1,133 @@
+//! The subcommands beside `agent`, as somebody at a terminal uses them: `load`, `trace`, `status`.
+
+use std::{process::ExitCode, time::Duration};
+
+use nix::sys::signal::Signal;
+use redirector_tests::{
+    agent::{Options, binary},
+    app::{self, App},
+    mesh::{Mesh, PORT},
+    node::{Family, Node},
+    process::{Process, command, output},
+    suite::{Needs, case, main as suite},
+    wait,
+};
+
+const DEADLINE: Duration = Duration::from_secs(20);
+
+fn main() -> ExitCode {
+    suite(
+        Needs::Agent,
+        2,
+        vec![
+            case("load_counts_and_leaves_nothing_tcx", || {
+                load_counts_and_leaves_nothing(&[])
+            }),
+            case("load_counts_and_leaves_nothing_clsact", || {
+                load_counts_and_leaves_nothing(&["--force-clsact"])
+            }),
+            case(
+                "load_refuses_the_nodes_own_namespace",
+                load_refuses_the_nodes_own_namespace,
+            ),
+            case(
+                "trace_can_be_switched_on_and_off",
+                trace_can_be_switched_on_and_off,
+            ),
+            case("status_shows_pods_and_counters", status_shows_pods_and_counters),
+        ],
+    )
+}
+
+fn redirector() -> std::path::PathBuf {
+    binary().expect("the suite's needs include the binary")
+}
+
+/// The programs count a connection that they would capture, it passes all the same, and SIGINT takes them away.
+fn load_counts_and_leaves_nothing(flags: &[&str]) {
+    let node = Node::new();
+    let (client, server) = (node.pod("client"), node.pod("server"));
+    let _app = App::start(&server.ns, (Family::V4.any(), PORT).into(), app::who);
+    let filters = || {
+        let tc = std::process::Command::new("tc")
+            .args(["-n", client.ns.name(), "filter", "show", "dev", "eth0", "egress"])
+            .output();
+        String::from_utf8_lossy(&tc.expect("tc comes with ip").stdout).into_owned()
+    };
+    let mut load = command(&node.host.ns, redirector());
+    load.args(["load", "--netns", client.ns.name(), "--bpffs-dir"])
+        .arg(node.directory().join("bpf"))
+        .args(flags);
+    let mut load = Process::start(&mut load, &node.directory().join("load.log")).unwrap();
+    wait::until("the programs to be attached", || {
+        load.output().contains("attached to eth0").then_some(())
+    });
+    let seen = app::ask_who(&client.ns, server.addr(Family::V4, PORT)).unwrap();
+    assert_eq!(seen, client.v4.to_string());
+    let counted = |output: &str| output.lines().any(|line| line.starts_with("egress   captured"));
+    wait::until("the connection to be counted", || {
+        counted(&load.output()).then_some(())
+    });
+    load.signal(Signal::SIGINT);
+    let status = load.wait(DEADLINE).expect("it ends at SIGINT");
+    assert!(
+        status.success() && load.output().ends_with("detached\n"),
+        "{status}: {}",
+        load.output()
+    );
+    assert_eq!(filters(), "");
+}
+
+fn load_refuses_the_nodes_own_namespace() {
+    let node = Node::new();
+    for netns in [node.host.ns.name(), "1", "no-such-namespace"] {
+        let mut load = command(&node.host.ns, redirector());
+        load.args(["load", "--netns", netns, "--bpffs-dir"])
+            .arg(node.directory().join("bpf"));
+        let (status, text) = output(&mut load, DEADLINE);
+        assert_eq!(status.code(), Some(1), "{netns}: {text}");
+        assert_eq!(text.lines().count(), 1, "{netns}: {text}");
+    }
+}
+
+fn trace_can_be_switched_on_and_off() {
+    let mesh = Mesh::hbone(Options::default());
+    let _app = App::start(&mesh.server.ns, (Family::V4.any(), PORT).into(), app::who);
+    let connect = || app::ask_who(&mesh.client.ns, mesh.server.addr(Family::V4, PORT)).unwrap();
+    let capture = format!(":{PORT}");
+    for round in 0..2 {
+        // What happens with nobody tracing is not told later either.
+        connect();
+        let mut trace = command(&mesh.node.host.ns, redirector());
+        trace.arg("trace").arg("--bpffs-dir").arg(mesh.agent.bpffs_dir());
+        let log = mesh.node.directory().join(format!("trace{round}.log"));
+        let mut trace = Process::start(&mut trace, &log).unwrap();
+        wait::until("records of new connections", || {
+            connect();
+            let output = trace.output();
+            let told =
+                |line: &str| line.contains("capture") && line.contains(&capture) && line.contains("10.77.0.");
+            output.lines().any(told).then_some(())
+        });
+        trace.signal(Signal::SIGTERM);
+        assert!(trace.wait(DEADLINE).expect("it ends at SIGTERM").success());
+    }
+}
+
+fn status_shows_pods_and_counters() {
+    let mesh = Mesh::hbone(Options::default());
+    let mut status = command(&mesh.node.host.ns, redirector());
+    let (code, text) = output(status.arg("status"), DEADLINE);
+    assert!(code.success(), "{text}");
+    for pod in [&mesh.client, &mesh.server] {
+        assert!(
+            text.contains(&pod.v4.to_string()) && text.contains(&pod.uid),
+            "{text}"
+        );
+    }
+    assert!(text.contains("redirector_verdicts"), "{text}");
+    // Where no agent runs.
+    let mut status = command(&mesh.stranger.ns, redirector());
+    let (code, text) = output(status.arg("status"), DEADLINE);
+    assert_eq!((code.code(), text.lines().count()), (Some(1), 1), "{text}");
+}
