@@ -52,6 +52,12 @@ enum Command {
         #[arg(last = true)]
         arguments: Vec<String>,
     },
+    /// Measure what the detour through the proxies costs, on traffic between two pods (root)
+    Bench {
+        /// Arguments for the benchmark: --rounds N, --v6, --force-clsact, --json FILE
+        #[arg(last = true)]
+        arguments: Vec<String>,
+    },
     /// What CI runs: format, lints, docs, licences, every test
     Ci,
 }
@@ -85,6 +91,7 @@ fn run(cli: &Cli) -> Result<()> {
             total.finish()
         }
         Command::Load { netns, arguments } => load(way, netns, arguments),
+        Command::Bench { arguments } => bench(way, arguments),
         Command::Ci => ci::run(way),
     }
 }
@@ -101,6 +108,19 @@ fn demo(way: Option<Way>, keep: bool) -> Result<()> {
     }
     let step = Step::start("demonstration");
     process::run(&mut command)?;
+    step.done();
+    Ok(())
+}
+
+fn bench(way: Option<Way>, arguments: &[String]) -> Result<()> {
+    need_root("bench")?;
+    apt::require(apt::DEMO)?;
+    let object = build::ebpf_object(way)?;
+    let bins = build::binaries(&object, Profile::Release)?;
+    let mut command = process::command(bins.find("redirector-bench")?);
+    command.env("REDIRECTOR_BIN", bins.find("redirector")?);
+    let step = Step::start("benchmark");
+    process::run(command.args(arguments))?;
     step.done();
     Ok(())
 }
