@@ -84,11 +84,20 @@ fn untagged(ctx: &TcContext, sender: tags::SenderSocket, pod: &PodEntry) -> Egre
 /// Out of line: formatting takes more instructions than all else.
 #[inline(never)]
 fn trace_capture(ctx: &TcContext, tcp: &TcpMeta) {
-    let (source, destination) = (tcp.source.to_bytes(), tcp.destination.to_bytes());
-    debug!(
-        ctx,
-        "capture [{:i}]:{} > [{:i}]:{}", source, tcp.source_port, destination, tcp.destination_port
-    );
+    let (source_port, destination_port) = (tcp.source_port, tcp.destination_port);
+    if tcp.v4 {
+        let (source, destination) = (u32::from_be(tcp.source.0[3]), u32::from_be(tcp.destination.0[3]));
+        debug!(
+            ctx,
+            "captured {:i}:{} to {:i}:{}", source, source_port, destination, destination_port
+        );
+    } else {
+        let (source, destination) = (tcp.source.to_bytes(), tcp.destination.to_bytes());
+        debug!(
+            ctx,
+            "captured [{:i}]:{} to [{:i}]:{}", source, source_port, destination, destination_port
+        );
+    }
 }
 
 #[inline(always)]

@@ -8,7 +8,7 @@ use std::{
     fs, io,
     net::{Ipv4Addr, SocketAddr},
     os::unix::fs::DirBuilderExt,
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::Arc,
 };
 
@@ -64,7 +64,7 @@ const CHECK_INTERVAL: Duration = Duration::from_secs(5);
 pub enum Error {
     /// The process lacks rights.
     #[error(
-        "the agent lacks {}: run it as root, or give it these capabilities",
+        "this process lacks {}: run it as root, or give it these capabilities",
         .missing.join(", ")
     )]
     Capabilities {
@@ -85,6 +85,17 @@ pub enum Error {
     StateDir {
         /// Which.
         path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// Another agent has it.
+    #[error("{path} ({flag}) is in use by another agent: stop that one, or give this one a directory of its own", path = .path.display())]
+    InUse {
+        /// Which.
+        path: PathBuf,
+        /// The flag that chooses another.
+        flag: &'static str,
         /// Why.
         #[source]
         source: io::Error,
@@ -124,11 +135,13 @@ pub enum Error {
 pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
     let mut signals = Signals::new()?;
     check_rights()?;
+    raise_file_limit();
     info!(config = %serde_json::to_string(&config).unwrap_or_default(), "effective configuration");
 
     let endpoints = Endpoints::bind(&config).await?;
     let pod_source = BoundSource::bind(&config.pods)?;
     make_state_dir(&config)?;
+    let _state = lock(&config.state_dir, "--state-dir")?;
     let records = Records::open(&config.state_dir).map_err(Error::Records)?;
 
     // What serves: ended after the pods.
@@ -137,6 +150,9 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
     let mesh = start_mesh(&config, &mut tasks, &serving)?;
     let identities = Store::new(certificates(&config)?);
     let redirector = build_redirector(&config)?;
+    let _pins = (config.redirect == Redirect::Ebpf)
+        .then(|| lock(&config.bpffs_dir, "--bpffs-dir"))
+        .transpose()?;
 
     let mut registry = metrics::registry();
     redirect::metrics::register(&mut registry, Arc::clone(&redirector));
@@ -244,7 +260,11 @@ fn proxy_metrics(registry: &mut Registry) -> Arc<proxy::Metrics> {
     metrics
 }
 
-fn check_rights() -> Result<(), Error> {
+/// Whether the process may do what capturing pods needs.
+///
+/// # Errors
+/// What it lacks, by name.
+pub fn check_rights() -> Result<(), Error> {
     let missing = process::missing_capabilities().map_err(|source| Error::System {
         operation: "find out the process's capabilities",
         source,
@@ -252,11 +272,14 @@ fn check_rights() -> Result<(), Error> {
     if !missing.is_empty() {
         return Err(Error::Capabilities { missing });
     }
+    Ok(())
+}
+
+fn raise_file_limit() {
     match socket::raise_file_limit() {
         Ok(limit) => info!(limit, "limit of open files"),
         Err(error) => warn!(%error, "cannot raise the limit of open files"),
     }
-    Ok(())
 }
 
 fn make_state_dir(config: &Config) -> Result<(), Error> {
@@ -264,6 +287,20 @@ fn make_state_dir(config: &Config) -> Result<(), Error> {
     let made = fs::DirBuilder::new().recursive(true).mode(0o750).create(path);
     made.map_err(|source| Error::StateDir {
         path: path.clone(),
+        source,
+    })
+}
+
+/// Keeps a directory to this agent for as long as the returned value lives: two agents would release each other's pods. The
+/// lock is the directory's own, so it leaves no file behind, and a killed agent's is gone with it.
+fn lock(path: &Path, flag: &'static str) -> Result<fs::File, Error> {
+    let locked = fs::File::open(path).and_then(|directory| {
+        directory.try_lock()?;
+        Ok(directory)
+    });
+    locked.map_err(|source| Error::InUse {
+        path: path.to_owned(),
+        flag,
         source,
     })
 }

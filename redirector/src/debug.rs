@@ -52,7 +52,7 @@ pub async fn load(netns: &str, config: Config, shutdown: impl Future<Output = ()
     let mut out = io::stdout();
     writeln!(
         out,
-        "attached to {} of {}: counting only, everything passes; Ctrl-C detaches",
+        "attached to {} of {}: everything passes, and what would be done to it is counted; Ctrl-C detaches",
         observation.interfaces().join(", "),
         path.display()
     )?;
@@ -111,7 +111,13 @@ pub async fn trace(
     uid: Option<&PodUid>,
     shutdown: impl Future<Output = ()>,
 ) -> anyhow::Result<()> {
-    let mut trace = Trace::begin(bpffs_dir, uid)?;
+    let mut trace = Trace::begin(bpffs_dir, uid, &Printer)?;
+    let mut out = io::stdout();
+    writeln!(
+        out,
+        "tracing new outbound connections of {} pods; Ctrl-C ends it",
+        trace.pods()
+    )?;
     let mut ticks = tokio::time::interval(READ_INTERVAL);
     tokio::pin!(shutdown);
     loop {
@@ -120,6 +126,22 @@ pub async fn trace(
             _ = ticks.tick() => trace.flush(),
         }
     }
+}
+
+/// Prints the programs' records to standard output, a line each.
+struct Printer;
+
+impl log::Log for Printer {
+    fn enabled(&self, _: &log::Metadata<'_>) -> bool {
+        true
+    }
+
+    fn log(&self, record: &log::Record<'_>) {
+        // Who reads may have gone away; tracing ends with the next signal all the same.
+        let _ = writeln!(io::stdout(), "{}", record.args());
+    }
+
+    fn flush(&self) {}
 }
 
 #[cfg(test)]

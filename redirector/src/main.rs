@@ -53,12 +53,13 @@ enum Command {
         /// UID of the pod; all pods of the agent without it
         #[arg(long)]
         pod: Option<PodUid>,
-        #[command(flatten)]
-        backend: Backend,
+        /// Where the agent pins programs and maps
+        #[arg(long, default_value = "/sys/fs/bpf/redirector")]
+        bpffs_dir: PathBuf,
     },
 }
 
-/// Settings of the eBPF backend for the subcommands beside `agent`.
+/// Settings of the eBPF backend for `load`.
 #[derive(Debug, clap::Args)]
 struct Backend {
     /// Where programs and maps are pinned
@@ -99,8 +100,8 @@ fn main() -> ExitCode {
             )
             .await
         }),
-        Command::Trace { pod, backend } => {
-            until_signal(async |signal| debug::trace(&backend.bpffs_dir, pod.as_ref(), signal).await)
+        Command::Trace { pod, bpffs_dir } => {
+            until_signal(async |signal| debug::trace(&bpffs_dir, pod.as_ref(), signal).await)
         }
     };
     match result {
@@ -133,16 +134,12 @@ fn run_agent(agent: Agent) -> anyhow::Result<()> {
     Ok(result?)
 }
 
-/// Runs a tool that ends at SIGINT or SIGTERM. What it finds worth telling, the programs' debug records among it, goes to standard
-/// error.
+/// Runs a tool that ends at SIGINT or SIGTERM. Warnings go to standard error.
 fn until_signal(
     tool: impl AsyncFnOnce(Pin<Box<dyn Future<Output = ()>>>) -> anyhow::Result<()>,
 ) -> anyhow::Result<()> {
-    logs::start(
-        &"info,redirector_ebpf=debug,redir_egress=debug".parse()?,
-        logs::Format::Plain,
-    )
-    .context("cannot start logging")?;
+    app::check_rights()?;
+    logs::start(&"warn".parse()?, logs::Format::Plain).context("cannot start logging")?;
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()

@@ -35,6 +35,10 @@ fn main() -> ExitCode {
             format!("pods_that_vanish_leave_nothing_{attach}"),
             move || vanished_leave_nothing(options()),
         ));
+        cases.push(case(
+            format!("pods_that_go_without_a_delete_are_released_{attach}"),
+            move || gone_without_a_delete(options()),
+        ));
         cases.push(case(format!("a_killed_agent_is_succeeded_{attach}"), move || {
             a_killed_agent_is_succeeded(options())
         }));
@@ -204,6 +208,21 @@ fn vanished_leave_nothing(options: Options) {
     let (descriptors, pinned) = (agent.descriptors(), pins(&agent));
     (0..20).for_each(|number| visit(format!("pod{number}")));
     assert_eq!(pins(&agent), pinned);
+    holds_no_more_than(&agent, &descriptors);
+}
+
+/// Nobody tells that a pod is gone: its name is removed, and no process is in it.
+fn gone_without_a_delete(options: Options) {
+    let node = Node::new();
+    let agent = Agent::start(&node, &Workloads::default(), options);
+    let (stays, goes) = (node.pod("stays"), node.pod("goes"));
+    agent.enrol(&stays);
+    let (descriptors, pinned) = (agent.descriptors(), pins(&agent));
+    agent.enrol(&goes);
+    drop(goes);
+    wait::until("the pod to be released", || {
+        (pins(&agent) == pinned).then_some(())
+    });
     holds_no_more_than(&agent, &descriptors);
 }
 

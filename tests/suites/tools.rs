@@ -105,8 +105,7 @@ fn trace_can_be_switched_on_and_off() {
         wait::until("records of new connections", || {
             connect();
             let output = trace.output();
-            let told =
-                |line: &str| line.contains("capture") && line.contains(&capture) && line.contains("10.77.0.");
+            let told = |line: &str| line.starts_with("captured 10.77.0.") && line.contains(&capture);
             output.lines().any(told).then_some(())
         });
         trace.signal(Signal::SIGTERM);
@@ -116,6 +115,8 @@ fn trace_can_be_switched_on_and_off() {
 
 fn status_shows_pods_and_counters() {
     let mesh = Mesh::hbone(Options::default());
+    let _app = App::start(&mesh.server.ns, (Family::V4.any(), PORT).into(), app::who);
+    app::ask_who(&mesh.client.ns, mesh.server.addr(Family::V4, PORT)).unwrap();
     let mut status = command(&mesh.node.host.ns, redirector());
     let (code, text) = output(status.arg("status"), DEADLINE);
     assert!(code.success(), "{text}");

@@ -11,6 +11,7 @@ use std::{
 use redirector_tests::{
     agent::{Agent, Options, binary},
     app::{self, App},
+    capture::opened_ports,
     cni,
     mesh::{Mesh, PORT},
     node::{Family, Node},
@@ -40,8 +41,8 @@ fn main() -> ExitCode {
         ),
         case("the_socket_is_not_for_everybody", the_socket_is_not_for_everybody),
         case(
-            "a_live_agents_socket_is_not_taken",
-            a_live_agents_socket_is_not_taken,
+            "what_a_live_agent_has_is_not_taken",
+            what_a_live_agent_has_is_not_taken,
         ),
         case(
             "errors_in_the_workload_file_are_named",
@@ -183,28 +184,39 @@ fn the_socket_is_not_for_everybody() {
     mesh.agent.enrol(&mesh.client);
 }
 
-fn a_live_agents_socket_is_not_taken() {
-    let mesh = Mesh::started(Options::default(), |_, _| Workloads::default());
+/// A second agent that shares anything with the first would release its pods, or take them over.
+fn what_a_live_agent_has_is_not_taken() {
+    let mesh = Mesh::hbone(Options::default());
     let directory = mesh.node.directory();
-    let mut second = process::command(&mesh.node.outside.ns, binary().unwrap());
-    second
-        .arg("agent")
-        .arg("--cni-socket")
-        .arg(mesh.agent.cni_socket());
-    second
-        .arg("--state-dir")
-        .arg(directory.join("state2"))
-        .arg("--bpffs-dir")
-        .arg(directory.join("bpf2"));
-    second.arg("--workloads").arg(directory.join("workloads.yaml"));
-    second
-        .env("XDS_ADDRESS", "")
-        .env("CA_ADDRESS", "")
-        .env("FAKE_CA", "true");
-    let (status, text) = process::output(&mut second, Duration::from_secs(30));
-    assert!(!status.success());
-    assert!(text.contains("cni.sock"), "{text}");
-    mesh.agent.enrol(&mesh.client);
+    for (shared, named) in [
+        ("--cni-socket", "cni.sock"),
+        ("--state-dir", "--state-dir"),
+        ("--bpffs-dir", "--bpffs-dir"),
+    ] {
+        let mut second = process::command(&mesh.node.outside.ns, binary().unwrap());
+        second.args(["agent", "--release-on-exit", "--fake-ca"]);
+        second.arg("--workloads").arg(directory.join("workloads.yaml"));
+        for (flag, file) in [
+            ("--cni-socket", "cni.sock"),
+            ("--state-dir", "state"),
+            ("--bpffs-dir", "bpf"),
+        ] {
+            let own = if flag == shared {
+                file.to_owned()
+            } else {
+                format!("second-{file}")
+            };
+            second.arg(flag).arg(directory.join(own));
+        }
+        let (status, text) = process::output(&mut second, Duration::from_secs(30));
+        assert!(!status.success(), "{shared}: {text}");
+        let last = text.lines().last().unwrap_or_default();
+        assert!(last.contains(named) && last.contains("agent"), "{shared}: {text}");
+    }
+    let _app = App::start(&mesh.server.ns, (Family::V4.any(), PORT).into(), app::who);
+    let capture = mesh.node.capture(&mesh.server);
+    app::ask_who(&mesh.client.ns, mesh.server.addr(Family::V4, PORT)).unwrap();
+    assert_eq!(opened_ports(&capture.stop()), [15008]);
 }
 
 fn errors_in_the_workload_file_are_named() {

@@ -67,12 +67,12 @@ fn main() -> ExitCode {
     match run(&Cli::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {error:#}");
             if process::interrupted() {
-                ExitCode::from(130)
-            } else {
-                ExitCode::FAILURE
+                eprintln!("interrupted; what was begun has been removed");
+                return ExitCode::from(130);
             }
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
         }
     }
 }
@@ -139,8 +139,10 @@ fn load(way: Option<Way>, netns: &str, arguments: &[String]) -> Result<()> {
 /// Network namespaces and eBPF want root; said before anything is built.
 fn need_root(subcommand: &str) -> Result<()> {
     if !nix::unistd::geteuid().is_root() {
+        let given: Vec<String> = std::env::args().skip(1).collect();
         bail!(
-            "`{subcommand}` needs root; mend it with: sudo env PATH=\"$PATH\" HOME=\"$HOME\" cargo xtask {subcommand}"
+            "`{subcommand}` needs root; mend it with: sudo env PATH=\"$PATH\" HOME=\"$HOME\" cargo xtask {}",
+            given.join(" ")
         );
     }
     Ok(())

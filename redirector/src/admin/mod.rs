@@ -249,11 +249,9 @@ pub fn render(address: SocketAddr, view: &PodsView, metrics: &str) -> String {
             None => writeln!(out),
         };
     }
-    let _ = writeln!(out, "counters:");
-    for line in metrics
-        .lines()
-        .filter(|line| !line.starts_with('#') && !line.is_empty())
-    {
+    let _ = writeln!(out, "counters that are not zero:");
+    let told = |line: &&str| !line.starts_with('#') && !line.is_empty() && !line.ends_with(" 0");
+    for line in metrics.lines().filter(told) {
         let _ = writeln!(out, "  {line}");
     }
     out

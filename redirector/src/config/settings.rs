@@ -56,13 +56,13 @@ macro_rules! settings {
 }
 
 settings! {
-    "How the pods' traffic is redirected: ebpf or none"
+    "How the pods' traffic is redirected: ebpf or none [default: ebpf]"
         redirect: Redirect, [];
-    "Socket on which CNI plugins tell of pods"
+    "Socket on which CNI plugins tell of pods [default: /run/redirector/cni.sock]"
         cni_socket: PathBuf, [];
-    "Directory of the agent's state: records of pods, development CA"
+    "Directory of the agent's state: records of pods, development CA [default: /run/redirector]"
         state_dir: PathBuf, [];
-    "Directory of the bpffs where programs and maps are pinned"
+    "Directory of the bpffs where programs and maps are pinned [default: /sys/fs/bpf/redirector]"
         bpffs_dir: PathBuf, [];
     "Socket of a node agent that speaks ZDS; pods come from there, and the CNI socket is not served"
         inpod_uds: PathBuf, ["INPOD_UDS"];
@@ -78,57 +78,57 @@ settings! {
         fake_ca: bool, ["FAKE_CA"], switch "true";
     "Directory of the development CA; by default the directory ca in the state directory"
         ca_dir: PathBuf, [];
-    "How long workload certificates are valid"
+    "How long workload certificates are valid [default: 24h]"
         svid_ttl: Span, ["SECRET_TTL"];
-    "Name of the cluster"
+    "Name of the cluster [default: Kubernetes]"
         cluster_id: String, ["ISTIO_META_CLUSTER_ID", "CLUSTER_ID"];
     "Name of the node"
         node_name: String, ["NODE_NAME"];
-    "Trust domain of pods that the mesh does not know"
+    "Trust domain of pods that the mesh does not know [default: cluster.local]"
         trust_domain: String, ["TRUST_DOMAIN"];
     "Network of the node"
         network: String, ["NETWORK"];
-    "Listen on IPv6 as well"
+    "Listen on IPv6 as well [default: true]"
         ipv6_enabled: bool, ["IPV6_ENABLED"], switch "true";
-    "Streams on one HBONE connection"
+    "Streams on one HBONE connection [default: 100]"
         pool_max_streams_per_connection: u16, ["POOL_MAX_STREAMS_PER_CONNECTION"];
-    "Time after which an unused HBONE connection is closed"
+    "Time after which an unused HBONE connection is closed [default: 5m]"
         pool_unused_release_timeout: Span, ["POOL_UNUSED_RELEASE_TIMEOUT"];
-    "HTTP/2 window of a stream, in bytes"
+    "HTTP/2 window of a stream, in bytes [default: 4194304]"
         http2_stream_window_size: u32, ["HTTP2_STREAM_WINDOW_SIZE"];
-    "HTTP/2 window of a connection, in bytes"
+    "HTTP/2 window of a connection, in bytes [default: 16777216]"
         http2_connection_window_size: u32, ["HTTP2_CONNECTION_WINDOW_SIZE"];
-    "Longest HTTP/2 frame, in bytes"
+    "Longest HTTP/2 frame, in bytes [default: 1048576]"
         http2_frame_size: u32, ["HTTP2_FRAME_SIZE"];
-    "TCP keepalive on all connections"
+    "TCP keepalive on all connections [default: true]"
         keepalive_enabled: bool, ["KEEPALIVE_ENABLED"], switch "true";
-    "Silence before the first keepalive probe"
+    "Silence before the first keepalive probe [default: 180s]"
         keepalive_time: Span, ["KEEPALIVE_TIME"];
-    "Time between keepalive probes"
+    "Time between keepalive probes [default: 180s]"
         keepalive_interval: Span, ["KEEPALIVE_INTERVAL"];
-    "Unanswered keepalive probes that end a connection"
+    "Unanswered keepalive probes that end a connection [default: 9]"
         keepalive_retries: u32, ["KEEPALIVE_RETRIES"];
-    "End connections whose data stays unacknowledged for the time of all probes"
+    "End connections whose data stays unacknowledged for the time of all probes [default: false]"
         user_timeout_enabled: bool, ["USER_TIMEOUT_ENABLED"], switch "true";
-    "Time that connections get to end when the agent stops"
+    "Time that connections get to end when the agent stops [default: 5s]"
         connection_termination_deadline: Span, ["CONNECTION_TERMINATION_DEADLINE"];
     "Kubernetes' grace period in seconds, from which the time above is taken if it is not given"
         termination_grace_period_seconds: u64, ["TERMINATION_GRACE_PERIOD_SECONDS"];
-    "Time that the connections of a deleted pod get to end"
+    "Time that the connections of a deleted pod get to end [default: 0s]"
         drain: Span, [];
-    "Release all pods when the agent stops; else their capture stays and they fail closed"
+    "Release all pods when the agent stops; else their capture stays and they fail closed [default: false]"
         release_on_exit: bool, [], switch "true";
     "Worker threads: a number, or a percentage of the CPUs"
         worker_threads: Workers, ["ZTUNNEL_WORKER_THREADS"];
-    "Log level, or a list of module=level"
+    "Log level, or a list of module=level [default: info]"
         log_level: Filter, ["RUST_LOG"];
-    "Form of the log: plain or json"
+    "Form of the log: plain or json [default: plain]"
         log_format: Format, ["LOG_FORMAT"];
-    "Address of the admin endpoint"
+    "Address of the admin endpoint [default: 127.0.0.1:15000]"
         admin_addr: SocketAddr, [];
-    "Address of /metrics"
+    "Address of /metrics [default: [::]:15020]"
         metrics_addr: SocketAddr, [];
-    "Address of /healthz/ready"
+    "Address of /healthz/ready [default: [::]:15021]"
         readiness_addr: SocketAddr, [];
     "Attach with clsact filters even where the kernel has TCX links"
         force_clsact: bool, [], switch "true";

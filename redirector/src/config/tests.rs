@@ -24,6 +24,26 @@ fn load(file: &str, variables: &[(&str, &str)], flags: &[&str]) -> Result<Config
 }
 
 #[test]
+fn defaults_are_those_of_the_help() {
+    use clap::CommandFactory;
+    let shown = |config: Config| serde_json::to_value(config).unwrap();
+    let expected = shown(load("", &[], &[]).unwrap());
+    let mut checked = 0;
+    for argument in Flags::command().get_arguments() {
+        let help = argument.get_help().map(ToString::to_string).unwrap_or_default();
+        let Some((_, rest)) = help.split_once("[default: ") else {
+            continue;
+        };
+        // An address has brackets of its own.
+        let end = rest.find("] [env").unwrap_or(rest.trim_end().len() - 1);
+        let flag = format!("--{}={}", argument.get_long().unwrap(), &rest[..end]);
+        assert_eq!(shown(load("", &[], &[&flag]).unwrap()), expected, "{flag}");
+        checked += 1;
+    }
+    assert!(checked > 20, "{checked}");
+}
+
+#[test]
 fn defaults_are_those_of_the_documentation() {
     let config = load("", &[], &[]).unwrap();
     assert_eq!(config.redirect, Redirect::Ebpf);

@@ -3,6 +3,8 @@
 
 use std::{future::Future, io, net::IpAddr, sync::Arc, time::Duration};
 
+use tracing::warn;
+
 use super::Error;
 use crate::{
     mesh::{pod::PodInfo, spiffe::SpiffeId},
@@ -55,6 +57,18 @@ impl PodProxies {
         Self { shared, trust_domain }
     }
 
+    /// A pod that the mesh does not know is captured all the same: its connections are refused, and not sent in plain.
+    fn warn_if_unknown(&self, info: &PodInfo) {
+        let network = &self.shared.config.network;
+        if self.shared.mesh.borrow().local(info, network).is_none() {
+            warn!(
+                uid = %info.uid, name = info.name, namespace = info.namespace, service_account = info.service_account,
+                "the mesh has no workload of this name, namespace and service account: the pod's connections are refused \
+                 until it has"
+            );
+        }
+    }
+
     /// Namespace and service account are the event's; the trust domain is the mesh's.
     fn identity(&self, info: &PodInfo) -> Result<SpiffeId, Error> {
         let mesh = Arc::clone(&self.shared.mesh.borrow());
@@ -83,6 +97,7 @@ impl Launch for PodProxies {
             addresses,
         } = pod;
         let identity = self.shared.identities.hold(&self.identity(&info)?);
+        self.warn_if_unknown(&info);
         PodProxy::start(
             Arc::clone(&self.shared),
             PodContext {

@@ -13,7 +13,7 @@ use std::{
 use tokio::{
     sync::{mpsc, watch},
     task::{self, JoinError, JoinSet},
-    time::{Instant, MissedTickBehavior, interval, timeout_at},
+    time::{Instant, MissedTickBehavior, interval, interval_at, timeout_at},
 };
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, error, info, warn};
@@ -153,7 +153,8 @@ impl<L: Launch> Lifecycle<L> {
     pub async fn run(mut self, mut events: mpsc::Receiver<PodEvent>, stop: CancellationToken) {
         let mut retry = interval(RETRY_INTERVAL);
         retry.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut check = interval(self.config.check_interval);
+        let every = self.config.check_interval;
+        let mut check = interval_at(Instant::now() + every, every);
         check.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             tokio::select! {
@@ -410,6 +411,14 @@ impl<L: Launch> Lifecycle<L> {
                     }
                     _ => {}
                 }
+            }
+            (Request::Check(_), Err(Error::NamespaceGone { .. })) => {
+                info!(%uid, "the pod's namespace is gone: releasing it without a delete event");
+                let delete = PodDelete {
+                    uid: uid.clone(),
+                    netns: None,
+                };
+                entry.queue.push_front((Request::Delete(delete), None));
             }
             (Request::Check(_), Ok(())) => {
                 if entry.fault.take().is_some() {

@@ -96,7 +96,9 @@ pub enum Error {
         netns: NetnsId,
     },
     /// Another pod has the namespace.
-    #[error("{netns} already belongs to pod {owner}")]
+    #[error(
+        "{netns} already belongs to the pod with UID {owner}: release that first (/cmddel with this PodUID)"
+    )]
     Duplicate {
         /// Which.
         netns: NetnsId,

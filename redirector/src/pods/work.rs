@@ -27,6 +27,7 @@ use crate::{
     sys::{
         interfaces::InterfaceAddress,
         netns::{Netns, NetnsId},
+        process,
     },
     telemetry::Chain,
 };
@@ -114,6 +115,7 @@ impl<L: Launch> Worker<L> {
         let attach = move || {
             // Guarded by itself: a panic must not lose the pod, and its connections with it.
             let result = guarded(STEP, || {
+                still_there(&pod.add)?;
                 let listeners = self.launch.listeners(&pod.proxy);
                 self.redirector
                     .attach(&pod.network, listeners)
@@ -143,6 +145,7 @@ impl<L: Launch> Worker<L> {
             Some(old) => self.release(old, self.release_grace).await,
             None => {
                 let worker = Arc::clone(&self);
+                info!(%uid, "asked to release a pod that is not captured here: removing what may be left of it");
                 let forget = move || {
                     worker.redirector.forget(&uid).map_err(Error::Detach)?;
                     worker.records.remove(&uid).map_err(Error::Record)
@@ -306,6 +309,23 @@ pub(super) async fn blocking<T: Send + 'static>(
 fn guarded<T>(step: &'static str, work: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
     // What the step held is dropped with it or, as the redirector's state, guarded by its owner.
     catch_unwind(AssertUnwindSafe(work)).unwrap_or(Err(Error::Panicked { step }))
+}
+
+/// Whether somebody beside us still has a captured pod's namespace: it lives on, with its interfaces, as long as we hold it.
+fn still_there(add: &PodAdd) -> Result<(), Error> {
+    let Some(path) = &add.netns_path else {
+        return Ok(());
+    };
+    let named = !Netns::open(path).is_err_and(|error| is_absence(&error));
+    // A name alone proves nothing: it may be that of a process, and the pod has others. Where we don't see all processes, the
+    // pod is taken to be there, and stays captured.
+    if named || !process::sees_all() || process::any_in(add.netns.id()) {
+        return Ok(());
+    }
+    Err(Error::NamespaceGone {
+        path: path.clone(),
+        netns: add.netns.id(),
+    })
 }
 
 /// Whether an error of [`Netns::open`] says that there is no namespace, and not only that it cannot be opened now. `ip netns`

@@ -1,6 +1,6 @@
 //! What this process may do, and which network namespaces are the node's own.
 
-use std::{fs, io, path::Path};
+use std::{fs, io, os::unix::fs::MetadataExt, path::Path};
 
 use super::netns::{Netns, NetnsId};
 
@@ -18,10 +18,15 @@ pub fn missing_capabilities() -> io::Result<Vec<&'static str>> {
 }
 
 fn missing_of(status: &str) -> Option<Vec<&'static str>> {
-    let line = status.lines().find_map(|line| line.strip_prefix("CapEff:"))?;
-    let effective = u64::from_str_radix(line.trim(), 16).ok()?;
+    let effective = effective(status)?;
     let missing = NEEDED.iter().filter(|(number, _)| effective & (1 << number) == 0);
     Some(missing.map(|(_, name)| *name).collect())
+}
+
+/// The effective capabilities, a bit each.
+fn effective(status: &str) -> Option<u64> {
+    let line = status.lines().find_map(|line| line.strip_prefix("CapEff:"))?;
+    u64::from_str_radix(line.trim(), 16).ok()
 }
 
 /// The namespaces that are never a pod's: this process's, and the one of PID 1 where it can be seen.
@@ -35,6 +40,30 @@ pub fn node_namespaces() -> io::Result<Vec<NetnsId>> {
     }
     namespaces.dedup();
     Ok(namespaces)
+}
+
+/// Whether all processes of the node are in our `/proc`: we are in the first PID namespace, and CAP_SYS_PTRACE sees through
+/// hidepid (proc(5)).
+pub fn sees_all() -> bool {
+    /// PROC_PID_INIT_INO, include/linux/proc_ns.h
+    const FIRST: u64 = 0xeffffffc;
+    const CAP_SYS_PTRACE: u32 = 19;
+    let first = fs::metadata("/proc/self/ns/pid").is_ok_and(|found| found.ino() == FIRST);
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    first && effective(&status).is_some_and(|effective| effective & (1 << CAP_SYS_PTRACE) != 0)
+}
+
+/// Whether a process is, or may be, in this network namespace, as far as [`sees_all`] holds. PID 1 is in none of a pod's.
+pub fn any_in(netns: NetnsId) -> bool {
+    let Ok(processes) = fs::read_dir("/proc") else {
+        return true;
+    };
+    processes
+        .flatten()
+        .any(|process| match fs::metadata(process.path().join("ns/net")) {
+            Ok(found) => found.ino() == netns.ino && found.dev() == netns.dev,
+            Err(error) => error.kind() == io::ErrorKind::PermissionDenied && process.file_name() != "1",
+        })
 }
 
 #[cfg(test)]
@@ -66,5 +95,14 @@ mod tests {
                 .unwrap()
                 .contains(&Netns::current().unwrap().id())
         );
+    }
+
+    #[test]
+    fn we_are_in_our_own_namespace() {
+        let own = Netns::current().unwrap().id();
+        assert!(any_in(own));
+        if sees_all() {
+            assert!(!any_in(NetnsId { ino: 1, ..own }));
+        }
     }
 }

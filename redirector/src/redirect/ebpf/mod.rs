@@ -193,7 +193,7 @@ impl Ebpf {
                 e.flags & (FLAG_LOOKUP_HAS_IFINDEX | layout::FLAG_CLSACT),
             )
         };
-        if comparable(&before) != comparable(&entry) || !hooks::lookup_in_place(&directory) {
+        if comparable(&before) != comparable(&entry) {
             tracing::info!(uid = %pod.uid, ?before, wanted = ?entry, "replacing an instance of another build, kind or namespace");
             return Ok(None);
         }
@@ -203,12 +203,15 @@ impl Ebpf {
                 TcMode::Clsact => hooks::filters_in_place(&directory, interface),
             })
         });
-        if !in_place.unwrap_or(false) {
-            tracing::warn!(uid = %pod.uid, "the programs are not on all interfaces of the pod; attaching anew");
+        if !in_place.unwrap_or(false) || !hooks::lookup_in_place(&directory) {
+            tracing::warn!(uid = %pod.uid, "hooks of the capture are gone, or the pod has new interfaces: attaching anew");
             return Ok(None);
         }
         let changed = in_netns(&pod.netns, || routes::set_sysctls(plan.v6))?;
-        routes_in(&pod.netns, plan.v6)?;
+        let added = routes_in(&pod.netns, plan.v6)?;
+        if changed != 0 || added != 0 {
+            tracing::warn!(uid = %pod.uid, added, "rules, routes or sysctls of the capture were gone, and are put back");
+        }
         set_addresses(&directory, plan)?;
         set_listeners(open_map(&directory, layout::LISTENERS, sockmap)?, listeners)?;
         let flags = entry.flags | before.flags & FLAG_TRACE;
@@ -477,7 +480,7 @@ fn in_netns<T>(netns: &Netns, f: impl FnOnce() -> Result<T, Error>) -> Result<T,
         .map_err(|error| Error::new(format!("entering {}", netns.id()), error))?
 }
 
-fn routes_in(netns: &Netns, v6: bool) -> Result<(), Error> {
+fn routes_in(netns: &Netns, v6: bool) -> Result<usize, Error> {
     in_netns(netns, || routes::add(v6))
 }
 

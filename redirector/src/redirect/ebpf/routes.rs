@@ -71,32 +71,38 @@ pub(super) fn restore_sysctls(changed: u32) -> Vec<Error> {
     errors
 }
 
-/// Adds rules and routes; those that are there already are fine.
-pub(super) fn add(v6: bool) -> Result<(), Error> {
+/// Adds rules and routes; those that are there already are fine. Returns how many were not.
+pub(super) fn add(v6: bool) -> Result<usize, Error> {
     with_netlink(async |handle| {
+        let mut added = 0;
         for address in families(v6) {
-            let mut route = handle.route().add(local_default(address)).replace();
-            route.message_mut().header.address_family = family(address);
-            route
-                .execute()
-                .await
-                .map_err(|error| Error::new(format!("adding the local route for {address}"), error))?;
+            let route = handle.route().add(local_default(address)).execute().await;
+            added += usize::from(was_absent(route, || {
+                format!("adding the local route for {address}")
+            })?);
             for mark in [MARK_LOOP.0, MARK_APP.0] {
-                let rule = rule(address, mark);
                 let mut request = handle.rule().add();
-                *request.message_mut() = rule;
-                match request.execute().await {
-                    Ok(()) => {}
-                    Err(error) if errno(&error) == Some(libc::EEXIST) => {}
-                    Err(error) => {
-                        return Err(Error::new(format!("adding the rule for mark {mark:#x}"), error));
-                    }
-                }
+                *request.message_mut() = rule(address, mark);
+                let rule = request.execute().await;
+                added += usize::from(was_absent(rule, || {
+                    format!("adding the rule for mark {mark:#x}")
+                })?);
             }
         }
-        Ok(())
+        Ok(added)
     })
     .and_then(|result| result)
+}
+
+fn was_absent(
+    added: Result<(), rtnetlink::Error>,
+    operation: impl FnOnce() -> String,
+) -> Result<bool, Error> {
+    match added {
+        Ok(()) => Ok(true),
+        Err(error) if errno(&error) == Some(libc::EEXIST) => Ok(false),
+        Err(error) => Err(Error::new(operation(), error)),
+    }
 }
 
 /// Removes rules and routes; those that are gone already are fine.

@@ -16,11 +16,15 @@ pub struct Trace {
 }
 
 impl Trace {
-    /// Begins to trace `uid`, or every pod attached under `bpffs_dir`.
+    /// Begins to trace `uid`, or every pod attached under `bpffs_dir`. Records go to `logger`.
     ///
     /// # Errors
     /// No such pod, or none at all; no right to open the maps.
-    pub fn begin(bpffs_dir: &Path, uid: Option<&PodUid>) -> Result<Self, Error> {
+    pub fn begin(
+        bpffs_dir: &Path,
+        uid: Option<&PodUid>,
+        logger: &'static dyn log::Log,
+    ) -> Result<Self, Error> {
         let pins = Pins::existing(bpffs_dir);
         let uids = match uid {
             Some(uid) => vec![uid.clone()],
@@ -38,8 +42,8 @@ impl Trace {
             .map_err(|error| Error::new(format!("opening {}", program.display()), error))?
             .id();
         // All instances write to one ring, so any program leads to it.
-        let logger =
-            EbpfLogger::init_from_id(id).map_err(|error| Error::new("opening the debug ring", error))?;
+        let logger = EbpfLogger::init_from_id_with_logger(id, logger)
+            .map_err(|error| Error::new("opening the debug ring", error))?;
         let mut trace = Self {
             pods: Vec::new(),
             logger,
@@ -53,7 +57,12 @@ impl Trace {
         Ok(trace)
     }
 
-    /// Writes the records that are there to the `log` crate's logger.
+    /// How many pods are traced.
+    pub fn pods(&self) -> usize {
+        self.pods.len()
+    }
+
+    /// Hands on the records that are there.
     pub fn flush(&mut self) {
         self.logger.flush();
     }
