@@ -28,6 +28,8 @@ pub enum Needs {
     Root,
     /// Namespaces, and the daemon with its eBPF object.
     Agent,
+    /// The same, and other people's programs from the Python package index.
+    Peers,
 }
 
 /// Runs a suite, `threads` tests at a time unless the command line says otherwise.
@@ -73,7 +75,11 @@ fn lacking(needs: Needs) -> Option<&'static str> {
     }
     let built =
         || env::var_os("REDIRECTOR_BIN").is_some() || (agent::binary().is_some() && embedded_object());
-    (needs == Needs::Agent && !built()).then_some("needs the eBPF object: cargo xtask test")
+    if needs != Needs::Root && !built() {
+        return Some("needs the eBPF object: cargo xtask test");
+    }
+    (needs == Needs::Peers && env::var_os("REDIRECTOR_PYTHON").is_none())
+        .then_some("needs Python's h2 and Envoy: cargo xtask test")
 }
 
 /// Whether the build had an object to embed, where xtask leaves it.

@@ -42,7 +42,7 @@ fn main() -> ExitCode {
             we_tunnel_to_envoy(family)
         }));
     }
-    suite(Needs::Agent, 2, cases)
+    suite(Needs::Peers, 2, cases)
 }
 
 fn curl_reaches_nginx(family: Family) {
