@@ -179,6 +179,14 @@ pub fn tune(connection: &impl AsFd, keepalive: Keepalive) -> io::Result<()> {
     Ok(())
 }
 
+/// The number by which the kernel knows a socket and never another, until the next boot.
+///
+/// # Errors
+/// Those of getsockopt(2).
+pub fn cookie(socket: BorrowedFd<'_>) -> io::Result<u64> {
+    SockRef::from(&socket).cookie()
+}
+
 /// The connection's end on this side (getsockname); `::ffff:a.b.c.d` is `a.b.c.d`.
 pub fn local_addr(connection: BorrowedFd<'_>) -> io::Result<SocketAddr> {
     let address = SockRef::from(&connection).local_addr()?;

@@ -16,11 +16,12 @@ mod routes;
 pub mod trace;
 
 use std::{
+    collections::HashMap,
     fs, io,
     net::{IpAddr, SocketAddr},
     os::fd::{AsRawFd, BorrowedFd},
     path::{Path, PathBuf},
-    sync::{Mutex, PoisonError},
+    sync::{Mutex, MutexGuard, PoisonError},
 };
 
 use aya::maps::{MapData, SockMap};
@@ -78,7 +79,18 @@ pub struct Ebpf {
     object: Object,
     tc_mode: TcMode,
     tags: Mutex<TagMap>,
+    /// The listeners that each pod's sockmap has been given, by socket cookie. The same socket is never put into its place
+    /// again: kernels differ in what that leaves of the link by which a socket leaves the map when it closes.
+    given: Mutex<HashMap<PodUid, [u64; 3]>>,
 }
+
+/// The maps of one pod.
+const MAPS: [&str; 4] = [
+    layout::POD,
+    layout::ADDRESSES,
+    layout::LISTENERS,
+    layout::COUNTERS,
+];
 
 /// What an attachment is made from.
 struct Plan {
@@ -108,6 +120,7 @@ impl Ebpf {
             object,
             tc_mode,
             tags: Mutex::new(tags),
+            given: Mutex::default(),
         })
     }
 
@@ -203,8 +216,9 @@ impl Ebpf {
                 TcMode::Clsact => hooks::filters_in_place(&directory, interface),
             })
         });
-        if !in_place.unwrap_or(false) || !hooks::lookup_in_place(&directory) {
-            tracing::warn!(uid = %pod.uid, "hooks of the capture are gone, or the pod has new interfaces: attaching anew");
+        let pinned = MAPS.iter().all(|name| directory.join(name).exists());
+        if !in_place.unwrap_or(false) || !pinned || !hooks::lookup_in_place(&directory) {
+            tracing::warn!(uid = %pod.uid, "hooks or pins of the capture are gone, or the pod has new interfaces: attaching anew");
             return Ok(None);
         }
         let changed = in_netns(&pod.netns, || routes::set_sysctls(plan.v6))?;
@@ -213,7 +227,7 @@ impl Ebpf {
             tracing::warn!(uid = %pod.uid, added, "rules, routes or sysctls of the capture were gone, and are put back");
         }
         set_addresses(&directory, plan)?;
-        set_listeners(open_map(&directory, layout::LISTENERS, sockmap)?, listeners)?;
+        self.give_listeners(&pod.uid, &directory, listeners)?;
         let flags = entry.flags | before.flags & FLAG_TRACE;
         let changed_sysctls = before.changed_sysctls | changed;
         map.write(PodEntry {
@@ -240,12 +254,7 @@ impl Ebpf {
         self.object.load_programs(&mut ebpf)?;
         fs::create_dir(directory)
             .map_err(|error| Error::new(format!("making {}", directory.display()), error))?;
-        for name in [
-            layout::POD,
-            layout::ADDRESSES,
-            layout::LISTENERS,
-            layout::COUNTERS,
-        ] {
+        for name in MAPS {
             let path = directory.join(name);
             let failed = format!("pinning {}", path.display());
             let map = ebpf
@@ -266,7 +275,8 @@ impl Ebpf {
             .write(entry)
             .map_err(|error| Error::new("writing the pod's map entry", error))?;
         set_addresses(directory, plan)?;
-        set_listeners(open_map(directory, layout::LISTENERS, sockmap)?, listeners)?;
+        self.given().remove(&pod.uid);
+        self.give_listeners(&pod.uid, directory, listeners)?;
         routes_in(&pod.netns, plan.v6)?;
         hooks::attach_lookup(&mut ebpf, self.object.dial_rule, &pod.netns)?.keep(directory)?;
         let filters_before = before.is_some_and(|before| before.has(layout::FLAG_CLSACT));
@@ -285,8 +295,40 @@ impl Ebpf {
         })
     }
 
+    /// Puts the listeners into the pod's sockmap, unless it has them.
+    fn give_listeners(&self, uid: &PodUid, directory: &Path, listeners: Listeners<'_>) -> Result<(), Error> {
+        let Listeners {
+            outbound,
+            inbound,
+            hbone,
+        } = listeners;
+        let cookie = |listener| {
+            socket::cookie(listener).map_err(|error| Error::new("reading a listener's cookie", error))
+        };
+        let cookies = [cookie(outbound)?, cookie(inbound)?, cookie(hbone)?];
+        if self.given().get(uid) == Some(&cookies) {
+            return Ok(());
+        }
+        let mut map = open_map(directory, layout::LISTENERS, sockmap)?;
+        for (index, listener) in [
+            (Listener::Outbound, outbound),
+            (Listener::Inbound, inbound),
+            (Listener::Hbone, hbone),
+        ] {
+            map.set(index as u32, &listener.as_raw_fd(), 0)
+                .map_err(|error| Error::new(format!("putting the {index:?} listener into its map"), error))?;
+        }
+        self.given().insert(uid.clone(), cookies);
+        Ok(())
+    }
+
+    fn given(&self) -> MutexGuard<'_, HashMap<PodUid, [u64; 3]>> {
+        self.given.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Removes all instances of a pod, and what they changed in its namespace if that is still there.
     fn remove(&self, uid: &PodUid, netns: Option<&Netns>) -> Vec<Error> {
+        self.given().remove(uid);
         let directories = [self.pins.pod(uid), self.pins.replaced(uid)];
         let entries: Vec<_> = directories
             .iter()
@@ -445,18 +487,6 @@ fn set_addresses(directory: &Path, plan: &Plan) -> Result<(), Error> {
     open_map(directory, layout::ADDRESSES, AddressMap::new)?
         .replace(&plan.addresses)
         .map_err(|error| Error::new("writing the pod's addresses", error))
-}
-
-fn set_listeners(mut map: SockMap<MapData>, listeners: Listeners<'_>) -> Result<(), Error> {
-    for (index, socket) in [
-        (Listener::Outbound, listeners.outbound),
-        (Listener::Inbound, listeners.inbound),
-        (Listener::Hbone, listeners.hbone),
-    ] {
-        map.set(index as u32, &socket.as_raw_fd(), 0)
-            .map_err(|error| Error::new(format!("putting the {index:?} listener into its map"), error))?;
-    }
-    Ok(())
 }
 
 fn read_counts(map: &CounterMap) -> Result<Vec<Count>, Error> {
