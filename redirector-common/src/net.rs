@@ -69,6 +69,15 @@ impl Addr {
     }
 }
 
+impl Addr {
+    /// fe80::/10. Such an address means something only together with an interface.
+    #[inline(always)]
+    pub const fn is_v6_link_local(&self) -> bool {
+        let [first, second, _, _] = self.0[0].to_ne_bytes();
+        first == 0xfe && second & 0xc0 == 0x80
+    }
+}
+
 impl From<IpAddr> for Addr {
     fn from(address: IpAddr) -> Self {
         match address {
@@ -105,6 +114,21 @@ mod tests {
         ] {
             let address: IpAddr = address.parse().unwrap();
             assert_eq!(Addr::from(address).is_loopback(), loopback, "{address}");
+        }
+    }
+
+    #[test]
+    fn link_local_is_fe80_slash_10() {
+        for (address, link_local) in [
+            ("fe80::1", true),
+            ("febf::1", true),
+            ("fec0::1", false),
+            ("fd00::1", false),
+            ("::1", false),
+            ("169.254.1.1", false),
+        ] {
+            let address: IpAddr = address.parse().unwrap();
+            assert_eq!(Addr::from(address).is_v6_link_local(), link_local, "{address}");
         }
     }
 

@@ -21,7 +21,7 @@ pub enum Counter {
     EgressUncaptured = 3,
     /// Egress: not TCP.
     EgressOther = 4,
-    /// Egress: a SYN answered with RST, since the proxy is away.
+    /// Egress: a SYN answered with RST: the proxy is away, its socket can't be tagged, or it goes to a link-local address.
     EgressRefused = 5,
     /// Egress: dropped, being unreadable.
     EgressMalformed = 6,
@@ -47,8 +47,10 @@ pub enum Counter {
     LookupOther = 16,
     /// Lookup: refused with RST, since the proxy is away.
     LookupRefused = 17,
-    /// Ingress: a new connection refused because the listener of the reserved range is away.
+    /// Ingress: a new connection refused: the listener of the reserved range is away, or it goes to a link-local address.
     IngressRefused = 18,
+    /// Ingress: a new connection refused because the proxy is dialling the application with the same two ends just now.
+    IngressCollided = 19,
 }
 
 /// The three programs, as a counter's label.
@@ -75,7 +77,7 @@ impl Program {
 
 impl Counter {
     /// All counters, in the order of the map.
-    pub const ALL: [Self; 19] = [
+    pub const ALL: [Self; 20] = [
         Self::EgressCaptured,
         Self::EgressTurnedBack,
         Self::EgressProxy,
@@ -95,6 +97,7 @@ impl Counter {
         Self::LookupOther,
         Self::LookupRefused,
         Self::IngressRefused,
+        Self::IngressCollided,
     ];
 
     /// Which program counts it, and under what name.
@@ -113,6 +116,7 @@ impl Counter {
             Self::IngressSpoofed => (Program::Ingress, "spoofed"),
             Self::IngressMalformed => (Program::Ingress, "malformed"),
             Self::IngressRefused => (Program::Ingress, "refused"),
+            Self::IngressCollided => (Program::Ingress, "collided"),
             Self::LookupOutbound => (Program::Lookup, "outbound"),
             Self::LookupInbound => (Program::Lookup, "inbound"),
             Self::LookupHbone => (Program::Lookup, "hbone"),
@@ -144,6 +148,8 @@ pub enum Egress {
     TurnBack(Counter),
     /// A new connection: its socket is tagged and the packet turned back, or refused if there is no listener.
     Capture,
+    /// A new connection that can't be captured and must not leave: it is refused.
+    Refuse(Counter),
     /// It goes back if the pod has a socket at its far end, since only a captured connection has one; else it leaves.
     AskSocketTable,
 }
@@ -184,12 +190,20 @@ pub fn egress<A: Addresses + ?Sized>(
         Parsed::Other | Parsed::Fragment => return Egress::Pass(Counter::EgressOther),
         Parsed::Malformed | Parsed::TooManyHeaders => return Egress::Drop(Counter::EgressMalformed),
     };
-    if tcp.destination.is_loopback() || tcp.source.is_loopback() {
+    if tcp.destination.is_loopback() {
         return Egress::Pass(Counter::EgressOther);
+    }
+    // No answer can come back, but a SYN may carry data (TCP Fast Open). IPv6 lets a socket bound to ::1 send it.
+    if tcp.source.is_loopback() {
+        return Egress::Drop(Counter::EgressMalformed);
     }
     if tcp.is_initial_syn() {
         if pod.has(FLAG_RELEASING) {
             return Egress::Pass(Counter::EgressUncaptured);
+        }
+        // The proxy could not say by which interface to go on.
+        if tcp.destination.is_v6_link_local() {
+            return Egress::Refuse(Counter::EgressRefused);
         }
         // Without a socket it is forwarded for somebody behind the pod, unless it uses the pod's own address.
         return if sender.has_socket || addresses.owns(&tcp.source) {
@@ -221,8 +235,13 @@ pub enum Ingress {
     Pass(Counter),
     /// It is dropped.
     Drop(Counter),
+    /// It is answered with a reset.
+    Refuse(Counter),
     /// It is a new connection that the lookup would take for the proxy's own: 15006 gets it here.
     AssignInbound,
+    /// It is a new connection from the range that the proxy dials from: if one of the proxy's dials has the same ends, the
+    /// kernel would take this SYN for a stray of that one, and answer where nobody listens.
+    AskSocketTable,
 }
 
 /// Ingress: guards what the lookup program believes.
@@ -242,15 +261,31 @@ pub fn ingress<A: Addresses + ?Sized>(parsed: &Parsed, pod: &PodEntry, addresses
     if addresses.owns(&tcp.source) {
         return Ingress::Drop(Counter::IngressSpoofed);
     }
-    if !pod.has(FLAG_LOOKUP_HAS_IFINDEX)
-        && !pod.has(FLAG_RELEASING)
-        && is_dial_port(tcp.source_port)
-        && tcp.destination_port != PORT_HBONE
-        && addresses.owns(&tcp.destination)
+    if pod.has(FLAG_RELEASING) {
+        return Ingress::Pass(Counter::IngressNew);
+    }
+    // The proxy could not dial the application in the client's name: that name is good on one interface only.
+    if tcp.destination.is_v6_link_local() || tcp.source.is_v6_link_local() {
+        return Ingress::Refuse(Counter::IngressRefused);
+    }
+    if is_dial_port(tcp.source_port) && tcp.destination_port != PORT_HBONE && addresses.owns(&tcp.destination)
     {
-        return Ingress::AssignInbound;
+        return Ingress::AskSocketTable;
     }
     Ingress::Pass(Counter::IngressNew)
+}
+
+/// Ingress, last step, for a connection from the dial range: whether the application has a connection, by the proxy's dial, with
+/// these ends.
+#[inline(always)]
+pub const fn ingress_by_socket_table(dialled: bool, pod: &PodEntry) -> Ingress {
+    if dialled {
+        Ingress::Refuse(Counter::IngressCollided)
+    } else if pod.has(FLAG_LOOKUP_HAS_IFINDEX) {
+        Ingress::Pass(Counter::IngressNew)
+    } else {
+        Ingress::AssignInbound
+    }
 }
 
 /// A new connection for which the kernel looks for a listener.

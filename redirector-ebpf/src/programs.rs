@@ -121,14 +121,18 @@ fn act_on_egress(ctx: &TcContext, sender: tags::SenderSocket, pod: &PodEntry, ve
             NEXT
         }
         Egress::Capture => {
-            // Fail closed, and fast: without the proxy the connection is refused, not lost, and never let out.
-            if !steer::outbound_listener_exists() {
+            // Fail closed, and fast: without the proxy the connection is refused, not lost, and never let out; nor is one whose
+            // later packets could not be told (the socket's option memory is full).
+            if !steer::outbound_listener_exists() || !tags::set(sender, Tag::Captured) {
                 count(Counter::EgressRefused);
                 return steer::refuse(ctx);
             }
-            tags::set(sender, Tag::Captured);
             count(Counter::EgressCaptured);
             steer::turn_back(ctx)
+        }
+        Egress::Refuse(counter) => {
+            count(counter);
+            if observe { NEXT } else { steer::refuse(ctx) }
         }
         // `untagged` has answered it; a packet that is no TCP has no such verdict.
         Egress::AskSocketTable => NEXT,
@@ -144,7 +148,14 @@ pub fn redir_ingress(ctx: TcContext) -> i32 {
     let skb = Skb(&ctx);
     let parsed = packet::parse(skb.ethertype(), &skb);
     let observe = pod.has(FLAG_OBSERVE);
-    match verdict::ingress(&parsed, pod, &PodAddresses) {
+    // By reference, as in `untagged`.
+    let verdict = match (verdict::ingress(&parsed, pod, &PodAddresses), &parsed) {
+        (Ingress::AskSocketTable, Parsed::Tcp(tcp)) => {
+            verdict::ingress_by_socket_table(steer::dialled_just_now(&ctx, tcp), pod)
+        }
+        (verdict, _) => verdict,
+    };
+    match verdict {
         Ingress::Pass(counter) => {
             count(counter);
             NEXT
@@ -153,6 +164,12 @@ pub fn redir_ingress(ctx: TcContext) -> i32 {
             count(counter);
             if observe { NEXT } else { steer::DROP }
         }
+        Ingress::Refuse(counter) => {
+            count(counter);
+            if observe { NEXT } else { steer::refuse(&ctx) }
+        }
+        // `ingress_by_socket_table` has answered it.
+        Ingress::AskSocketTable => NEXT,
         Ingress::AssignInbound if observe => {
             count(Counter::IngressAssigned);
             NEXT

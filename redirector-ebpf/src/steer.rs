@@ -5,18 +5,19 @@ use core::mem::size_of;
 use aya_ebpf::{
     EbpfContext as _,
     bindings::{
-        BPF_F_CURRENT_NETNS, BPF_F_INGRESS, BPF_TCP_LISTEN, TC_ACT_SHOT, TC_ACT_UNSPEC, bpf_sock_tuple,
-        bpf_sock_tuple__bindgen_ty_1__bindgen_ty_1, bpf_sock_tuple__bindgen_ty_1__bindgen_ty_2,
+        BPF_F_CURRENT_NETNS, BPF_F_INGRESS, BPF_TCP_LISTEN, TC_ACT_SHOT, TC_ACT_UNSPEC, bpf_sock,
+        bpf_sock_tuple, bpf_sock_tuple__bindgen_ty_1__bindgen_ty_1,
+        bpf_sock_tuple__bindgen_ty_1__bindgen_ty_2,
         sk_action::{SK_DROP, SK_PASS},
     },
     helpers::{
-        bpf_map_lookup_elem, bpf_redirect, bpf_sk_assign, bpf_sk_release, bpf_skb_store_bytes,
-        bpf_skc_lookup_tcp,
+        bpf_map_lookup_elem, bpf_redirect, bpf_sk_assign, bpf_sk_fullsock, bpf_sk_release,
+        bpf_skb_store_bytes, bpf_skc_lookup_tcp,
     },
     programs::{SkLookupContext, TcContext},
 };
 use redirector_common::{
-    consts::{MARK_LOOP, MARK_MASK},
+    consts::{MARK_APP, MARK_LOOP, MARK_MASK, MARK_PROXY},
     maps::Listener,
     net::Addr,
     packet::{self, Bytes as _, ETH_HLEN, Parsed, TCP_ACK, TCP_RST, TcpMeta},
@@ -99,6 +100,27 @@ pub(crate) fn assign(ctx: &SkLookupContext, listener: Listener, counter: Counter
 /// Whether the pod has a socket, not merely a listener, whose local end is the packet's destination.
 #[inline(always)]
 pub(crate) fn far_end_is_here(ctx: &TcContext, tcp: &TcpMeta) -> bool {
+    with_destination_socket(ctx, tcp, |sk| {
+        // SAFETY: the socket is held for the call.
+        unsafe { (*sk).state != BPF_TCP_LISTEN }
+    })
+}
+
+/// Whether the application has a connection with the packet's ends: accepted from the proxy's dial, whose mark it has.
+#[inline(always)]
+pub(crate) fn dialled_just_now(ctx: &TcContext, tcp: &TcpMeta) -> bool {
+    with_destination_socket(ctx, tcp, |sk| {
+        // SAFETY: the socket is held for the call; the helper answers null for one that is not full.
+        unsafe {
+            let full = bpf_sk_fullsock(sk);
+            !full.is_null() && (*full).state != BPF_TCP_LISTEN && (*full).mark & MARK_MASK == MARK_APP.0
+        }
+    })
+}
+
+/// Asks something of the socket in this namespace that would receive the packet; false if there is none.
+#[inline(always)]
+fn with_destination_socket(ctx: &TcContext, tcp: &TcpMeta, f: impl FnOnce(*mut bpf_sock) -> bool) -> bool {
     let mut tuple = core::mem::MaybeUninit::<bpf_sock_tuple>::zeroed();
     // SAFETY: an all-zero tuple is valid, the lengths are those of its two variants (constants, as the verifier asks), and a
     // socket that is found is released once and not used after.
@@ -127,9 +149,9 @@ pub(crate) fn far_end_is_here(ctx: &TcContext, tcp: &TcpMeta) -> bool {
         if sk.is_null() {
             return false;
         }
-        let connected = (*sk).state != BPF_TCP_LISTEN;
+        let answer = f(sk);
         bpf_sk_release(sk.cast());
-        connected
+        answer
     }
 }
 
@@ -178,11 +200,16 @@ pub(crate) fn refuse(ctx: &TcContext) -> i32 {
     if !written {
         return DROP;
     }
-    // SAFETY: a valid context; no precondition.
+    // SAFETY: a valid context, whose `mark` may be written; no precondition.
     unsafe {
-        let arriving = (*ctx.skb.skb).ingress_ifindex == (*ctx.skb.skb).ifindex;
-        let flags = if arriving { 0 } else { u64::from(BPF_F_INGRESS) };
-        bpf_redirect((*ctx.skb.skb).ifindex, flags) as i32
+        let skb = ctx.skb.skb;
+        let arriving = (*skb).ingress_ifindex == (*skb).ifindex;
+        // What is sent back passes egress, which would give a reset without a socket to the proxy's dial that has its ends.
+        (*skb).mark = ((*skb).mark & !MARK_MASK) | MARK_PROXY.0;
+        bpf_redirect(
+            (*skb).ifindex,
+            if arriving { 0 } else { u64::from(BPF_F_INGRESS) },
+        ) as i32
     }
 }
 

@@ -75,18 +75,19 @@ pub(crate) fn tag(socket: SenderSocket) -> Option<Tag> {
     Tag::from_value(unsafe { *value })
 }
 
-/// Tags a TCP socket; a raw socket that forges a SYN stays as it is, since it may send other protocols too.
+/// Tags a TCP socket; false if that failed. A raw socket that forges a SYN stays as it is, since it may send other protocols too,
+/// and so does nobody's packet.
 #[inline(always)]
-pub(crate) fn set(socket: SenderSocket, tag: Tag) {
+pub(crate) fn set(socket: SenderSocket, tag: Tag) -> bool {
     const IPPROTO_TCP: u32 = 6;
     const SOCK_STREAM: u32 = 1;
     if socket.is_null() {
-        return;
+        return true;
     }
     // SAFETY: a full socket; the fields are read at their declared width.
     if unsafe { (*socket).protocol != IPPROTO_TCP || (*socket).type_ != SOCK_STREAM } {
-        return;
+        return true;
     }
     let mut value = tag as u32;
-    storage(socket, &raw mut value, u64::from(BPF_SK_STORAGE_GET_F_CREATE));
+    !storage(socket, &raw mut value, u64::from(BPF_SK_STORAGE_GET_F_CREATE)).is_null()
 }

@@ -191,6 +191,7 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
         stopping: stopping.clone(),
     });
     endpoints.serve(&admin, &mut tasks, &serving);
+    tasks.spawn(release_memory(serving.clone()));
 
     // What takes and carries out events: ended first.
     let (events, receiver) = mpsc::channel(EVENTS);
@@ -289,6 +290,15 @@ fn make_state_dir(config: &Config) -> Result<(), Error> {
         path: path.clone(),
         source,
     })
+}
+
+/// Gives back every minute what a burst has left.
+async fn release_memory(stop: CancellationToken) {
+    const INTERVAL: Duration = Duration::from_secs(60);
+    while timeout(INTERVAL, stop.cancelled()).await.is_err() {
+        // It holds up whoever allocates at that moment, for some milliseconds per gigabyte.
+        let _ = tokio::task::spawn_blocking(process::release_memory).await;
+    }
 }
 
 /// Keeps a directory to this agent for as long as the returned value lives: two agents would release each other's pods. The

@@ -44,6 +44,12 @@ const PATHS: &[(&str, Path)] = &[
         "plaintext_to_the_hbone_port_is_closed",
         plaintext_to_the_hbone_port_is_closed,
     ),
+    ("a_reset_is_never_an_orderly_end", a_reset_is_never_an_orderly_end),
+    (
+        "a_port_that_collides_is_refused_at_once",
+        a_port_that_collides_is_refused_at_once,
+    ),
+    ("loopback_sources_never_leave", loopback_sources_never_leave),
     (
         "the_proxys_ports_are_not_forwarded",
         the_proxys_ports_are_not_forwarded,
@@ -304,4 +310,94 @@ fn the_proxys_ports_are_not_forwarded(family: Family, options: Options) {
             "port {port}: {answer:?}"
         );
     }
+}
+
+/// However early the client resets: the server must not take an aborted request for an empty one that ended in order.
+fn a_reset_is_never_an_orderly_end(family: Family, options: Options) {
+    let mesh = Mesh::hbone(options);
+    let (said, heard) = std::sync::mpsc::channel();
+    let said = std::sync::Mutex::new(said);
+    let listener = mesh
+        .server
+        .ns
+        .run(|| std::net::TcpListener::bind((family.any(), PORT)))
+        .unwrap();
+    let server = std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let mut stream = stream.unwrap();
+            let mut first = [0];
+            match stream.read(&mut first) {
+                Ok(1) if first == [0] => return,
+                Ok(0) => said.lock().unwrap().send("an orderly end").unwrap(),
+                _ => said.lock().unwrap().send("a reset, or data before it").unwrap(),
+            }
+        }
+    });
+    let connect = || app::connect(&mesh.client.ns, mesh.server.addr(family, PORT)).unwrap();
+    for _ in 0..30 {
+        let mut stream = connect();
+        stream.write_all(&[1; 20_000]).unwrap();
+        socket2::SockRef::from(&stream)
+            .set_linger(Some(std::time::Duration::ZERO))
+            .unwrap();
+    }
+    // The last one, so that the server's thread ends. Connections whose reset came before the dial never reach it.
+    connect().write_all(&[0]).unwrap();
+    server.join().unwrap();
+    assert!(heard.try_iter().all(|end| end != "an orderly end"));
+}
+
+/// The client's own port is the one from which the proxy dials the application in this client's name for another connection. Two
+/// connections can't have the same ends, so the second is refused at once and the first goes on.
+fn a_port_that_collides_is_refused_at_once(family: Family, options: Options) {
+    fn tells_port_and_echoes(mut stream: std::net::TcpStream, peer: SocketAddr) -> io::Result<()> {
+        writeln!(stream, "{}", peer.port())?;
+        app::echo(stream, peer)
+    }
+    let mesh = Mesh::hbone(options);
+    let _app = serve(&mesh.server, family, PORT, tells_port_and_echoes);
+    let target = mesh.server.addr(family, PORT);
+    let mut first = io::BufReader::new(app::connect(&mesh.stranger.ns, target).unwrap());
+    let mut line = String::new();
+    io::BufRead::read_line(&mut first, &mut line).unwrap();
+    let taken: u16 = line.trim().parse().unwrap();
+    assert!(taken >= 61_000, "{taken}");
+    let second = mesh.stranger.ns.run(|| {
+        let socket =
+            socket2::Socket::new(socket2::Domain::for_address(target), socket2::Type::STREAM, None).unwrap();
+        socket
+            .bind(&SocketAddr::from((mesh.stranger.ip(family), taken)).into())
+            .unwrap();
+        socket.connect_timeout(&target.into(), std::time::Duration::from_secs(10))
+    });
+    assert_eq!(second.unwrap_err().kind(), io::ErrorKind::ConnectionRefused);
+    first.get_mut().write_all(b"on\n").unwrap();
+    line.clear();
+    io::BufRead::read_line(&mut first, &mut line).unwrap();
+    assert_eq!(line, "on\n");
+}
+
+/// IPv6 sends the SYN of a socket bound to ::1, and TCP Fast Open puts data into it.
+fn loopback_sources_never_leave(family: Family, options: Options) {
+    const MSG_FASTOPEN: i32 = 0x2000_0000;
+    let mesh = Mesh::hbone(options);
+    let capture = mesh.node.capture(&mesh.server);
+    let target = mesh.server.addr(family, PORT);
+    mesh.client.ns.run(|| {
+        let socket =
+            socket2::Socket::new(socket2::Domain::for_address(target), socket2::Type::STREAM, None).unwrap();
+        socket
+            .bind(&SocketAddr::from((family.loopback(), 0)).into())
+            .unwrap();
+        socket.set_nonblocking(true).unwrap();
+        // Whether the kernel sends it at all is its affair.
+        let _ = socket.send_to_with_flags(b"a-secret", &target.into(), MSG_FASTOPEN);
+        let _ = socket.connect(&target.into());
+    });
+    // Something that is captured, so that what went before it would be too.
+    let _app = serve(&mesh.server, family, PORT, app::who);
+    app::ask_who(&mesh.client.ns, target).unwrap();
+    let segments = capture.stop();
+    assert!(!contains(&segments, b"a-secret"));
+    assert_eq!(opened_ports(&segments), [15008]);
 }

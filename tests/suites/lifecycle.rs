@@ -59,6 +59,10 @@ fn main() -> ExitCode {
         an_address_that_comes_later_is_captured,
     ));
     cases.push(case(
+        "a_change_that_fails_leaves_the_pod_as_it_was",
+        a_change_that_fails_leaves_the_pod_as_it_was,
+    ));
+    cases.push(case(
         "a_late_delete_spares_the_new_owner",
         a_late_delete_spares_the_new_owner,
     ));
@@ -369,5 +373,25 @@ fn a_late_delete_spares_the_new_owner() {
     mesh.agent.enrol(&mesh.client);
     let answer = mesh.agent.post("/cmddel", &old);
     assert_eq!(answer.status, 200, "{}", answer.body);
+    works_over_hbone(&mesh);
+}
+
+/// The pod's new record cannot be written: there is a directory in its place.
+fn a_change_that_fails_leaves_the_pod_as_it_was() {
+    let mesh = Mesh::hbone(Options::default());
+    works_over_hbone(&mesh);
+    let record = mesh
+        .agent
+        .state_dir()
+        .join(format!("pods/{}.json", mesh.client.uid));
+    fs::remove_file(&record).unwrap();
+    fs::create_dir(&record).unwrap();
+    let mut event = redirector_tests::cni::event(&mesh.client);
+    event["ServiceAccount"] = "another".into();
+    let answer = mesh.agent.post("/cmdadd", &event.to_string());
+    assert_eq!(answer.status, 500, "{}", answer.body);
+    works_over_hbone(&mesh);
+    fs::remove_dir(&record).unwrap();
+    mesh.agent.enrol(&mesh.client);
     works_over_hbone(&mesh);
 }

@@ -76,7 +76,7 @@ fn a_tag_decides_alone() {
 
 #[test]
 fn egress_table() {
-    use Counter::{EgressMalformed, EgressOther, EgressProxy, EgressUncaptured};
+    use Counter::{EgressMalformed, EgressOther, EgressProxy, EgressRefused, EgressUncaptured};
     let ask = Egress::AskSocketTable;
     for (what, packet, sender, flags, expected) in [
         (
@@ -172,11 +172,18 @@ fn egress_table() {
             Egress::Pass(EgressOther),
         ),
         (
-            "from loopback",
-            tcp("::1", 4000, POD_V6, 80, TCP_SYN),
+            "from loopback, whatever it carries",
+            tcp("::1", 4000, FAR_V6, 80, TCP_SYN),
             SOCKET,
             0,
-            Egress::Pass(EgressOther),
+            Egress::Drop(EgressMalformed),
+        ),
+        (
+            "to a link-local address",
+            tcp(POD_V6, 4000, "fe80::2", 80, TCP_SYN),
+            SOCKET,
+            0,
+            Egress::Refuse(EgressRefused),
         ),
         (
             "other protocols",
@@ -222,7 +229,7 @@ fn egress_table() {
 
 #[test]
 fn ingress_table() {
-    use Counter::{IngressMalformed, IngressNew, IngressOther, IngressSpoofed};
+    use Counter::{IngressMalformed, IngressNew, IngressOther, IngressRefused, IngressSpoofed};
     let device = FLAG_LOOKUP_HAS_IFINDEX;
     for (what, packet, flags, expected) in [
         (
@@ -247,19 +254,19 @@ fn ingress_table() {
             "from a dial port",
             tcp(FAR_V4, 61_000, POD_V4, 80, TCP_SYN),
             device,
-            Ingress::Pass(IngressNew),
+            Ingress::AskSocketTable,
         ),
         (
             "from a dial port, old kernel",
             tcp(FAR_V4, 61_000, POD_V4, 80, TCP_SYN),
             0,
-            Ingress::AssignInbound,
+            Ingress::AskSocketTable,
         ),
         (
             "the same, v6",
             tcp(FAR_V6, 65_535, POD_V6, 80, TCP_SYN),
             0,
-            Ingress::AssignInbound,
+            Ingress::AskSocketTable,
         ),
         (
             "just below",
@@ -291,6 +298,18 @@ fn ingress_table() {
             device,
             Ingress::Drop(IngressSpoofed),
         ),
+        (
+            "to a link-local address",
+            tcp(FAR_V6, 4000, "fe80::1", 80, TCP_SYN),
+            device,
+            Ingress::Refuse(IngressRefused),
+        ),
+        (
+            "from a link-local address",
+            tcp("fe80::2", 4000, POD_V6, 80, TCP_SYN),
+            0,
+            Ingress::Refuse(IngressRefused),
+        ),
         ("other protocols", Parsed::Other, 0, Ingress::Pass(IngressOther)),
         ("fragments", Parsed::Fragment, 0, Ingress::Pass(IngressOther)),
         ("unreadable", Parsed::Malformed, 0, Ingress::Pass(IngressOther)),
@@ -307,6 +326,24 @@ fn ingress_table() {
             "{what}: {packet:?}"
         );
     }
+}
+
+#[test]
+fn a_connection_from_the_dial_range_is_taken_or_refused_by_the_socket_table() {
+    let device = pod(FLAG_LOOKUP_HAS_IFINDEX);
+    assert_eq!(
+        ingress_by_socket_table(true, &device),
+        Ingress::Refuse(Counter::IngressCollided)
+    );
+    assert_eq!(
+        ingress_by_socket_table(true, &pod(0)),
+        Ingress::Refuse(Counter::IngressCollided)
+    );
+    assert_eq!(
+        ingress_by_socket_table(false, &device),
+        Ingress::Pass(Counter::IngressNew)
+    );
+    assert_eq!(ingress_by_socket_table(false, &pod(0)), Ingress::AssignInbound);
 }
 
 fn connection(local: &str, local_port: u16, remote: &str, remote_port: u16, by_lo: bool) -> Lookup {
@@ -486,8 +523,13 @@ proptest! {
         prop_assume!(!local.is_loopback() && !remote.is_loopback());
         // A land attack on an address that the pod got later is the kernel's to drop.
         prop_assume!(local.0 != remote.0 || own.contains(&local));
-        match ingress(&packet, &pod(flags), own.as_slice()) {
-            Ingress::Drop(_) | Ingress::AssignInbound => {}
+        let asked = match ingress(&packet, &pod(flags), own.as_slice()) {
+            Ingress::AskSocketTable => ingress_by_socket_table(false, &pod(flags)),
+            other => other,
+        };
+        match asked {
+            Ingress::AskSocketTable => prop_assert!(false, "asked twice"),
+            Ingress::Drop(_) | Ingress::Refuse(_) | Ingress::AssignInbound => {}
             Ingress::Pass(_) => {
                 let connection = Lookup { local, remote, local_port, remote_port, by_lo: false };
                 let choice = lookup(&connection, &pod(flags), own.as_slice());
@@ -507,7 +549,8 @@ proptest! {
         });
         for has_socket in [true, false] {
             let sender = Sender { has_socket, has_proxy_mark };
-            prop_assert_eq!(egress(&packet, sender, &pod(0), own().as_slice()), Egress::Capture);
+            let verdict = egress(&packet, sender, &pod(0), own().as_slice());
+            prop_assert!(matches!(verdict, Egress::Capture | Egress::Refuse(_)), "{:?}", verdict);
         }
     }
 }

@@ -20,10 +20,13 @@ pub struct InvalidSpiffeId {
 }
 
 impl SpiffeId {
-    /// The identity of `service_account` in `namespace`; an empty part, or one with a '/', is refused.
+    /// The identity of `service_account` in `namespace`; a part that is empty, or has a character that is not in SPIFFE
+    /// identities, is refused.
     pub fn new(trust_domain: &str, namespace: &str, service_account: &str) -> Result<Self, InvalidSpiffeId> {
-        let parts = [trust_domain, namespace, service_account];
-        if parts.iter().any(|part| part.is_empty() || part.contains('/')) {
+        // SPIFFE-ID sections 2.1 and 2.2: these characters alone, of which trust domains use the small letters.
+        let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
+        let usable = |part: &str| !matches!(part, "" | "." | "..") && part.chars().all(allowed);
+        if ![trust_domain, namespace, service_account].into_iter().all(usable) {
             return Err(InvalidSpiffeId {
                 text: format!("spiffe://{trust_domain}/ns/{namespace}/sa/{service_account}"),
             });
@@ -111,6 +114,11 @@ mod tests {
             "spiffe://cluster.local/sa/web/ns/shop",
             "SPIFFE://cluster.local/ns/shop/sa/web",
             "https://cluster.local/ns/shop/sa/web",
+            "spiffe://cluster.local/ns/shop/sa/we b",
+            "spiffe://cluster.local/ns/shop/sa/w\n",
+            "spiffe://cluster.local/ns/shop/sa/ü",
+            "spiffe://cluster.local/ns/../sa/web",
+            "spiffe://cluster.local/ns/shop/sa/%2e",
         ] {
             assert!(bad.parse::<SpiffeId>().is_err(), "{bad:?}");
         }

@@ -4,7 +4,7 @@
 
 use std::{
     fs::{self, File},
-    io::{self, Write},
+    io::{self, Read, Write},
     net::IpAddr,
     os::unix::fs::DirBuilderExt,
     path::{Path, PathBuf},
@@ -218,12 +218,16 @@ impl Records {
 const MAX_BYTES: u64 = 64 * 1024;
 
 fn read(path: &Path) -> io::Result<Record> {
-    let file = File::open(path)?;
     let invalid = |reason: String| io::Error::new(io::ErrorKind::InvalidData, reason);
-    if file.metadata()?.len() > MAX_BYTES {
+    // A FIFO would hold up whoever opens it, and a device has no end.
+    let metadata = fs::metadata(path)?;
+    if !metadata.is_file() {
+        return Err(invalid("not a regular file".to_owned()));
+    }
+    if metadata.len() > MAX_BYTES {
         return Err(invalid(format!("longer than {MAX_BYTES} bytes")));
     }
-    let record: Record = serde_json::from_reader(io::BufReader::new(file))?;
+    let record: Record = serde_json::from_reader(io::BufReader::new(File::open(path)?.take(MAX_BYTES)))?;
     if record.info().is_err() || path.file_stem().and_then(|stem| stem.to_str()) != Some(&record.uid) {
         return Err(invalid(format!(
             "names pod {:?}, which is not the file's name",

@@ -72,6 +72,7 @@ impl<L: Launch> Worker<L> {
                 };
             }
         };
+        let mut before = None;
         if let Some(old) = old {
             if old.add.netns.id() == add.netns.id() && old.add.info == add.info {
                 return Done {
@@ -86,11 +87,12 @@ impl<L: Launch> Worker<L> {
             if old.add.netns.id() == add.netns.id() {
                 // It stays captured, and is refused until its new proxy listens: nothing leaves in plain in between.
                 self.stop(&add.info.uid, old.proxy, Duration::ZERO).await;
+                before = Some((old.add, old.network));
             } else if let Err(error) = self.release(old, Duration::ZERO).await {
                 warn!(uid = %add.info.uid, error = %Chain(&error), "the pod's old namespace was not released in full");
             }
         }
-        match self.capture(&add, &network).await {
+        match self.capture(&add, &network, true).await {
             Ok(proxy) => {
                 info!(
                     uid = %add.info.uid, pod = %format_args!("{}/{}", add.info.namespace, add.info.name),
@@ -103,9 +105,24 @@ impl<L: Launch> Worker<L> {
                 }
             }
             Err(error) => Done {
-                pod: None,
+                pod: match before {
+                    Some((add, network)) => self.bring_back(add, network).await,
+                    None => None,
+                },
                 result: Err(error),
             },
+        }
+    }
+
+    /// Captures a pod as it was before a change that failed.
+    async fn bring_back(self: &Arc<Self>, add: PodAdd, network: PodNetwork) -> Option<Captured<L::Proxy>> {
+        // Its record was not touched: a new one is written as a whole or not at all.
+        match self.capture(&add, &network, false).await {
+            Ok(proxy) => Some(Captured { add, network, proxy }),
+            Err(error) => {
+                error!(uid = %add.info.uid, error = %Chain(&error), "the pod stays captured without a proxy: its connections are refused");
+                None
+            }
         }
     }
 
@@ -208,7 +225,12 @@ impl<L: Launch> Worker<L> {
         })
     }
 
-    async fn capture(self: &Arc<Self>, add: &PodAdd, network: &PodNetwork) -> Result<L::Proxy, Error> {
+    async fn capture(
+        self: &Arc<Self>,
+        add: &PodAdd,
+        network: &PodNetwork,
+        record: bool,
+    ) -> Result<L::Proxy, Error> {
         let uid = &add.info.uid;
         let worker = Arc::clone(self);
         let pod = NewPod {
@@ -236,6 +258,9 @@ impl<L: Launch> Worker<L> {
                         .attach(&network, listeners)
                         .map_err(Error::Attach)
                 })?;
+                if !record {
+                    return Ok(());
+                }
                 guarded("record the pod", || {
                     worker
                         .records

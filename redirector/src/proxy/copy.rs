@@ -202,6 +202,8 @@ impl Leg {
 
     /// Ends the connection in the usual way.
     pub(crate) fn close(mut self) {
+        // A dialled socket is made so that it is reset if nobody comes to own it. Cannot fail on a TCP socket.
+        let _ = socket::reset_when_dropped(self.stream.as_fd(), false);
         self.closed = true;
     }
 

@@ -98,6 +98,9 @@ pub(crate) async fn application(
 fn in_pod(pod: &Pod, make: impl FnOnce() -> io::Result<Socket>) -> io::Result<Socket> {
     let socket = pod.netns.run(make)??;
     pod.shared.redirector.own_socket(socket.as_fd())?;
+    // Whoever waits for it may give up when the kernel has it connected already: then the far end must not take it for a
+    // connection that was opened and ended in order.
+    socket::reset_when_dropped(socket.as_fd(), true)?;
     Ok(socket)
 }
 

@@ -76,6 +76,7 @@ pub(super) async fn connection(pod: Arc<Pod>, stream: TcpStream, peer: SocketAdd
     let served = server::serve(
         io,
         config.http2,
+        pod.inbound_windows.share(),
         config.handshake_deadline,
         &pod.drain,
         |connect| {

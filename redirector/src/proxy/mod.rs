@@ -27,7 +27,11 @@ use tokio_util::{
     task::TaskTracker,
 };
 
-use self::{accept::Listener, dial::DialPorts, hbone::pool::Pool};
+use self::{
+    accept::Listener,
+    dial::DialPorts,
+    hbone::{pool::Pool, window::WindowBudget},
+};
 use crate::{
     identity::store::{Held, Store},
     mesh::{index::Mesh, pod::PodInfo, route::Local},
@@ -153,6 +157,8 @@ struct Pod {
     info: PodInfo,
     identity: Held,
     netns: Arc<Netns>,
+    /// For the windows of the tunnels that come in.
+    inbound_windows: WindowBudget,
     /// Known addresses of the pod; grows when an interface turns out to have another.
     addresses: Mutex<Vec<IpAddr>>,
     pool: Pool,
@@ -206,6 +212,7 @@ impl PodProxy {
                     .map(|address| address.to_canonical())
                     .collect(),
             ),
+            inbound_windows: WindowBudget::new(&shared.config.http2),
             dial_ports: DialPorts::default(),
             tunnelled: Arc::new(tokio::sync::Semaphore::new(shared.config.max_connections)),
             tasks: TaskTracker::new(),

@@ -31,6 +31,7 @@ use crate::{
         route::{self, HboneRoute, NoRoute, PlainRoute, Route},
         workload::Workload,
     },
+    sys::socket,
 };
 
 /// Why a connection goes nowhere.
@@ -159,6 +160,14 @@ async fn dial_tunnel(pod: &Pod, route: &HboneRoute) -> Result<Dialled<TlsStream<
     let tcp = dial::upstream(pod, tunnel).await.map_err(|error| match error {
         dial::Error::TimedOut { after, .. } => client::Error::ConnectTimeout { tunnel, after },
         source => client::Error::Connect { tunnel, source },
+    })?;
+    // The tunnel is in use from here on, and its last words are to arrive.
+    socket::reset_when_dropped(tcp.as_fd(), false).map_err(|source| client::Error::Connect {
+        tunnel,
+        source: dial::Error::Socket {
+            destination: tunnel,
+            source,
+        },
     })?;
     let after = pod.shared.config.pool.handshake_deadline;
     // An address is never sent as SNI; who the peer must be is in the configuration.

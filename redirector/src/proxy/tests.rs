@@ -21,6 +21,7 @@ use super::{
         client::Error,
         pool::{Dialled, Key, Pool, PoolConfig},
         server,
+        window::WindowBudget,
     },
     record::{Direction, Metrics, Record, Security},
 };
@@ -152,7 +153,8 @@ impl Path {
                 let (metrics, kill) = (metrics.clone(), kill.clone());
                 tokio::spawn(async move {
                     let drain = CancellationToken::new();
-                    server::serve(io, Http2Config::default(), TAIL, &drain, |connect| {
+                    let window = WindowBudget::new(&Http2Config::default()).share();
+                    server::serve(io, Http2Config::default(), window, TAIL, &drain, |connect| {
                         let metrics = metrics.clone();
                         tokio::spawn(kill.clone().run_until_cancelled_owned(async move {
                             let mut record = Record::new(metrics, Direction::Inbound, peer);

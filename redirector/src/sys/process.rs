@@ -23,6 +23,17 @@ fn missing_of(status: &str) -> Option<Vec<&'static str>> {
     Some(missing.map(|(_, name)| *name).collect())
 }
 
+/// Gives memory that is free again back to the system. The C library keeps what lies between what is still in use, so that one
+/// burst of connections would count as the agent's for ever.
+#[expect(unsafe_code, reason = "malloc_trim")]
+pub fn release_memory() {
+    #[cfg(target_env = "gnu")]
+    // SAFETY: it may be called at any time, from any thread, and touches only memory that nobody has.
+    unsafe {
+        libc::malloc_trim(0);
+    }
+}
+
 /// The effective capabilities, a bit each.
 fn effective(status: &str) -> Option<u64> {
     let line = status.lines().find_map(|line| line.strip_prefix("CapEff:"))?;

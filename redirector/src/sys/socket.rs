@@ -179,6 +179,14 @@ pub fn tune(connection: &impl AsFd, keepalive: Keepalive) -> io::Result<()> {
     Ok(())
 }
 
+/// Whether closing the socket resets its connection (SO_LINGER of 0 seconds), or ends it in order.
+///
+/// # Errors
+/// Those of setsockopt(2).
+pub fn reset_when_dropped(socket: BorrowedFd<'_>, reset: bool) -> io::Result<()> {
+    SockRef::from(&socket).set_linger(reset.then_some(Duration::ZERO))
+}
+
 /// The number by which the kernel knows a socket and never another, until the next boot.
 ///
 /// # Errors

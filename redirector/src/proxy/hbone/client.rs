@@ -20,6 +20,7 @@ use super::{
     Http2Config,
     stream::{H2Sink, H2Source, Queued},
     until_dead,
+    window::WindowShare,
 };
 use crate::{identity, mesh::spiffe::SpiffeId, proxy::dial};
 
@@ -220,6 +221,7 @@ pub(super) async fn handshake<IO>(
     peer: Option<SpiffeId>,
     max_streams: usize,
     config: Http2Config,
+    window: WindowShare,
 ) -> Result<(Arc<Connection>, Driver<IO>), h2::Error>
 where
     IO: AsyncRead + AsyncWrite + Unpin,
@@ -256,6 +258,7 @@ where
             shared,
             connection,
             config,
+            window,
         },
     ))
 }
@@ -265,6 +268,7 @@ pub(super) struct Driver<IO: AsyncRead + AsyncWrite + Unpin> {
     shared: Arc<Connection>,
     connection: h2::client::Connection<IO, Queued>,
     config: Http2Config,
+    window: WindowShare,
 }
 
 impl<IO: AsyncRead + AsyncWrite + Unpin> Driver<IO> {
@@ -272,7 +276,6 @@ impl<IO: AsyncRead + AsyncWrite + Unpin> Driver<IO> {
     pub(super) async fn run(mut self) {
         let tunnel = self.shared.tunnel;
         let mut dead = pin!(until_dead(self.connection.ping_pong(), self.config));
-        let mut window_streams = 0;
         loop {
             tokio::select! {
                 end = &mut self.connection => {
@@ -287,9 +290,8 @@ impl<IO: AsyncRead + AsyncWrite + Unpin> Driver<IO> {
                 }
                 () = self.shared.grown.notified() => {
                     let streams = lock(&self.shared.usage).streams;
-                    if streams > window_streams {
-                        window_streams = streams;
-                        self.connection.set_target_window_size(self.config.connection_window(streams));
+                    if let Some(window) = self.window.grow(&self.config, streams) {
+                        self.connection.set_target_window_size(window);
                     }
                 }
             }

@@ -16,6 +16,7 @@ pub(crate) mod client;
 pub(crate) mod pool;
 pub(crate) mod server;
 pub(crate) mod stream;
+pub(crate) mod window;
 
 #[cfg(test)]
 mod tests;
@@ -29,6 +30,8 @@ pub struct Http2Config {
     /// it never is less than what they may hold together: else a few applications that do not read would stop all other
     /// streams of the connection.
     pub connection_window_bytes: u32,
+    /// Bytes by which the windows of all connections of a pod, in one direction, may grow.
+    pub window_budget_bytes: u64,
     /// Longest frame that is accepted (SETTINGS_MAX_FRAME_SIZE).
     pub frame_bytes: u32,
     /// Longest header list that is accepted in a request (SETTINGS_MAX_HEADER_LIST_SIZE).
@@ -50,6 +53,7 @@ impl Default for Http2Config {
         Self {
             stream_window_bytes: 4 << 20,
             connection_window_bytes: 16 << 20,
+            window_budget_bytes: 256 << 20,
             frame_bytes: 1 << 20,
             request_header_bytes: 64 << 10,
             response_header_bytes: 16 << 10,

@@ -25,6 +25,7 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use super::{
     Http2Config,
     client::{self, Connection, Driver, Error, Lease, Stream},
+    window::WindowBudget,
 };
 use crate::mesh::spiffe::SpiffeId;
 
@@ -80,6 +81,7 @@ pub(crate) struct Pool {
     /// Numbers connections in the order in which they are begun.
     numbers: AtomicU64,
     http2: Http2Config,
+    windows: WindowBudget,
     config: PoolConfig,
     tasks: TaskTracker,
     kill: CancellationToken,
@@ -111,6 +113,7 @@ impl Pool {
         Self {
             peers: Arc::default(),
             numbers: AtomicU64::new(1),
+            windows: WindowBudget::new(&http2),
             http2,
             config,
             tasks,
@@ -247,7 +250,7 @@ impl Pool {
         let limit = self.config.max_streams_per_connection;
         timeout(
             after,
-            client::handshake(io, number, tunnel, peer, limit, self.http2),
+            client::handshake(io, number, tunnel, peer, limit, self.http2, self.windows.share()),
         )
         .await
         .map_err(|_| Error::HandshakeTimeout { tunnel, after })?

@@ -24,6 +24,7 @@ use super::{
     Http2Config,
     stream::{H2Sink, H2Source, Queued},
     until_dead,
+    window::WindowShare,
 };
 
 /// How a connection from a peer ended that did not end in good order.
@@ -108,6 +109,7 @@ impl Connect {
 pub(crate) async fn serve<IO>(
     io: IO,
     config: Http2Config,
+    mut window: WindowShare,
     handshake_deadline: Duration,
     drain: &CancellationToken,
     mut on_connect: impl FnMut(Connect),
@@ -133,7 +135,6 @@ where
         })?
         .map_err(Error::Http2)?;
     let open = Arc::new(AtomicUsize::new(0));
-    let mut window_streams = 0;
     let mut draining = false;
     let mut dead = pin!(until_dead(connection.ping_pong(), config));
     loop {
@@ -155,9 +156,8 @@ where
             }
         };
         let streams = open.fetch_add(1, Ordering::Relaxed) + 1;
-        if streams > window_streams {
-            window_streams = streams;
-            connection.set_target_window_size(config.connection_window(streams));
+        if let Some(window) = window.grow(&config, streams) {
+            connection.set_target_window_size(window);
         }
         let (request, body) = request.into_parts();
         let authority = request

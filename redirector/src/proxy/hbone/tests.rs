@@ -18,6 +18,7 @@ use super::{
     client::{Error, Stream},
     pool::{Dialled, Key, Pool, PoolConfig},
     server::{self, Connect},
+    window::WindowBudget,
     *,
 };
 use crate::proxy::copy::{Refused, Sink, Source};
@@ -86,7 +87,8 @@ impl World {
         let drain = CancellationToken::new();
         let (http2, token, on_connect) = (self.http2, drain.clone(), self.on_connect.clone());
         let task = tokio::spawn(async move {
-            server::serve(far, http2, Duration::from_secs(10), &token, |connect| {
+            let window = WindowBudget::new(&http2).share();
+            server::serve(far, http2, window, Duration::from_secs(10), &token, |connect| {
                 on_connect(connect)
             })
             .await
@@ -274,6 +276,7 @@ async fn a_peer_that_does_not_speak_http2_is_left() {
     let served = server::serve(
         far,
         Http2Config::default(),
+        WindowBudget::new(&Http2Config::default()).share(),
         Duration::from_secs(10),
         &drain,
         |_| {},
