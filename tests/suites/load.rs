@@ -6,6 +6,7 @@ use std::{
     process::ExitCode,
     sync::atomic::{AtomicU32, Ordering},
     thread,
+    time::Duration,
 };
 
 use redirector_tests::{
@@ -16,6 +17,7 @@ use redirector_tests::{
     netns::Namespace,
     node::Family,
     suite::{Case, Needs, case, main as suite},
+    wait,
 };
 
 type MakeMesh = fn(Options) -> Mesh;
@@ -39,6 +41,10 @@ fn main() -> ExitCode {
             }));
         }
     }
+    cases.push(case(
+        "applications_that_do_not_read_cost_a_bounded_amount",
+        applications_that_do_not_read_cost_a_bounded_amount,
+    ));
     suite(Needs::Agent, 1, cases)
 }
 
@@ -95,4 +101,54 @@ fn churn(ns: &Namespace, addr: SocketAddr, seen: &str) {
             scope.spawn(client);
         }
     });
+}
+
+/// What a pod's applications leave unread lies in the agent's memory, up to the pod's budget of windows and not beyond.
+fn applications_that_do_not_read_cost_a_bounded_amount() {
+    const STALLED: usize = 300;
+    /// 256 MiB of windows beyond the first 16 MiB of each of a few tunnels, 400 KiB of send buffer per stream, and the agent
+    /// itself. Without a budget it was some 1,400.
+    const BOUND_MIB: u64 = 800;
+    let mesh = Mesh::hbone(Options::default());
+    let addr = mesh.server.addr(Family::V4, PORT);
+    let listener = mesh
+        .server
+        .ns
+        .run(|| std::net::TcpListener::bind(("0.0.0.0", PORT)))
+        .unwrap();
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            for stream in listener.incoming().take(STALLED) {
+                let mut stream = stream.unwrap();
+                stream.set_write_timeout(Some(Duration::from_secs(3))).unwrap();
+                scope.spawn(move || {
+                    let block = vec![1; 64 << 10];
+                    // Until nobody takes more.
+                    while stream.write_all(&block).is_ok() {}
+                });
+            }
+        });
+        let held: Vec<_> = (0..STALLED)
+            .map(|_| app::connect(&mesh.client.ns, addr).unwrap())
+            .collect();
+        let mut most = 0;
+        wait::until("the senders to be stopped", || {
+            let now = resident_mib(mesh.agent.pid());
+            let still = now <= most;
+            most = most.max(now);
+            thread::sleep(Duration::from_secs(1));
+            (still && now > 100).then_some(())
+        });
+        assert!(most < BOUND_MIB, "{most} MiB");
+        drop(held);
+    });
+}
+
+fn resident_mib(pid: u32) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let line = status
+        .lines()
+        .find_map(|line| line.strip_prefix("VmRSS:"))
+        .unwrap();
+    line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() >> 10
 }
