@@ -72,21 +72,32 @@ fn compile(toolchain: &Toolchain) -> Result<PathBuf> {
 /// What cargo built, by target name.
 #[derive(Debug, Default)]
 pub(crate) struct Built {
-    executables: Vec<(String, PathBuf)>,
+    executables: Vec<Executable>,
+}
+
+#[derive(Debug)]
+struct Executable {
+    target: String,
+    /// `bin`, `lib`, `test`.
+    kind: String,
+    path: PathBuf,
 }
 
 impl Built {
     pub(crate) fn find(&self, name: &str) -> Result<&Path> {
-        let found = self.executables.iter().find(|(target, _)| target == name);
+        let found = self
+            .executables
+            .iter()
+            .find(|executable| executable.target == name);
         found
-            .map(|(_, path)| path.as_path())
+            .map(|executable| executable.path.as_path())
             .with_context(|| format!("cargo built no {name}"))
     }
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = (&str, &Path)> {
         self.executables
             .iter()
-            .map(|(name, path)| (name.as_str(), path.as_path()))
+            .map(|executable| (executable.target.as_str(), executable.path.as_path()))
     }
 }
 
@@ -112,11 +123,13 @@ pub(crate) fn binaries(object: &Path, profile: Profile) -> Result<Built> {
 /// The suites that need root.
 pub(crate) fn suites(object: &Path, profile: Profile) -> Result<Built> {
     let step = Step::start("privileged test suites");
-    let built = cargo_executables(
+    let mut built = cargo_executables(
         &["test", "--no-run", "--package", "redirector-tests", "--tests"],
         object,
         profile,
     )?;
+    // Cargo builds the package's library and programs along with them.
+    built.executables.retain(|executable| executable.kind == "test");
     step.done();
     Ok(built)
 }
@@ -136,9 +149,14 @@ fn cargo_executables(arguments: &[&str], object: &Path, profile: Profile) -> Res
         let Ok(message) = serde_json::from_str::<Value>(line) else {
             return;
         };
-        if let (Some(name), Some(path)) = (message["target"]["name"].as_str(), message["executable"].as_str())
-        {
-            built.executables.push((name.to_owned(), path.into()));
+        let target = &message["target"];
+        let (name, kind) = (target["name"].as_str(), target["kind"][0].as_str());
+        if let (Some(name), Some(kind), Some(path)) = (name, kind, message["executable"].as_str()) {
+            built.executables.push(Executable {
+                target: name.to_owned(),
+                kind: kind.to_owned(),
+                path: path.into(),
+            });
         }
     })?;
     Ok(built)

@@ -121,10 +121,7 @@ pub(crate) fn privileged(way: Option<Way>, total: &mut Total, filter: Option<&st
     let object = build::ebpf_object(way)?;
     let bins = build::binaries(&object, Profile::Release)?;
     let suites = build::suites(&object, Profile::Release)?;
-    for (name, path) in suites
-        .iter()
-        .filter(|(name, _)| !matches!(*name, "redirector_tests" | "redirector-demo"))
-    {
+    for (name, path) in suites.iter() {
         let mut command = process::command(path);
         command
             .env("REDIRECTOR_BIN", bins.find("redirector")?)
