@@ -21,7 +21,8 @@ macro_rules! settings {
         #[serde(deny_unknown_fields, rename_all = "kebab-case")]
         pub struct Settings {
             $(
-                #[doc = $help]
+                // As text: brackets of addresses and defaults are not links.
+                #[doc = concat!("```text\n", $help, "\n```")]
                 #[arg(
                     long,
                     help = concat!($help $(, " [env: ", $variable, "]")*)
