@@ -6,12 +6,19 @@ use crate::net::Addr;
 pub const ETH_P_IP: u16 = 0x0800;
 /// EtherType of IPv6.
 pub const ETH_P_IPV6: u16 = 0x86dd;
+/// EtherType of a frame with a VLAN tag (802.1Q).
+pub const ETH_P_8021Q: u16 = 0x8100;
+/// EtherType of a frame with an outer VLAN tag (802.1ad).
+pub const ETH_P_8021AD: u16 = 0x88a8;
 /// Length of an Ethernet header.
 pub const ETH_HLEN: u32 = 14;
 
 /// Most IPv6 extension headers that are walked. Linux itself gives hosts 8 options per header and real traffic has one or
 /// two; a packet with more is dropped, since letting it pass unread would be a way around the proxy.
 pub const MAX_EXTENSION_HEADERS: usize = 8;
+
+/// Shortest TCP header, RFC 9293 section 3.1. A first fragment that holds less hides the flags from whoever looks at it (RFC 1858).
+const TCP_HLEN: u32 = 20;
 
 const IPPROTO_HOPOPTS: u8 = 0;
 const IPPROTO_TCP: u8 = 6;
@@ -83,14 +90,20 @@ pub enum Parsed {
     Malformed,
     /// More extension headers than [`MAX_EXTENSION_HEADERS`].
     TooManyHeaders,
+    /// A VLAN tag in the frame itself, where only a packet socket puts it: the kernel keeps its own tags beside the frame.
+    Tagged,
 }
 
-/// Reads the headers of an Ethernet frame of type `ethertype` (host byte order).
+/// Reads the headers of an Ethernet frame. Its own type counts: the one that the kernel keeps beside it is the sender's word.
 #[inline(always)]
-pub fn parse<B: Bytes + ?Sized>(ethertype: u16, bytes: &B) -> Parsed {
-    match ethertype {
+pub fn parse<B: Bytes + ?Sized>(bytes: &B) -> Parsed {
+    let Some(ethertype) = bytes.load::<2>(12) else {
+        return Parsed::Malformed;
+    };
+    match u16::from_be_bytes(ethertype) {
         ETH_P_IP => parse_v4(bytes),
         ETH_P_IPV6 => parse_v6(bytes),
+        ETH_P_8021Q | ETH_P_8021AD => Parsed::Tagged,
         _ => Parsed::Other,
     }
 }
@@ -111,6 +124,11 @@ fn parse_v4<B: Bytes + ?Sized>(bytes: &B) -> Parsed {
     if header_length < 20 {
         return Parsed::Malformed;
     }
+    // 0 stands for a length beyond 16 bits, of packets that are segmented later.
+    let total_length = u32::from(u16::from_be_bytes([header[2], header[3]]));
+    if total_length != 0 && total_length < header_length + TCP_HLEN {
+        return Parsed::Malformed;
+    }
     let source = Addr::from_v4_bytes([header[12], header[13], header[14], header[15]]);
     let destination = Addr::from_v4_bytes([header[16], header[17], header[18], header[19]]);
     parse_tcp(bytes, source, destination, ETH_HLEN + header_length, true)
@@ -118,9 +136,11 @@ fn parse_v4<B: Bytes + ?Sized>(bytes: &B) -> Parsed {
 
 #[inline(always)]
 fn parse_v6<B: Bytes + ?Sized>(bytes: &B) -> Parsed {
-    let Some(next) = bytes.load::<1>(ETH_HLEN + 6) else {
+    let Some([high, low, next]) = bytes.load::<3>(ETH_HLEN + 4) else {
         return Parsed::Malformed;
     };
+    // 0 stands for a jumbogram.
+    let payload_length = u32::from(u16::from_be_bytes([high, low]));
     let Some(source) = bytes.load::<16>(ETH_HLEN + 8) else {
         return Parsed::Malformed;
     };
@@ -129,12 +149,15 @@ fn parse_v6<B: Bytes + ?Sized>(bytes: &B) -> Parsed {
     };
     let source = Addr::from_v6_bytes(source);
     let destination = Addr::from_v6_bytes(destination);
-    let mut next = next[0];
+    let mut next = next;
     let mut offset = ETH_HLEN + 40;
     let mut walked = 0;
     // One turn more than headers allowed: the last turn may only find the payload.
     while walked <= MAX_EXTENSION_HEADERS {
         match next {
+            IPPROTO_TCP if payload_length != 0 && offset + TCP_HLEN > ETH_HLEN + 40 + payload_length => {
+                return Parsed::Malformed;
+            }
             IPPROTO_TCP => return parse_tcp(bytes, source, destination, offset, false),
             IPPROTO_HOPOPTS | IPPROTO_ROUTING | IPPROTO_DSTOPTS | IPPROTO_MH => {
                 let Some(header) = bytes.load::<2>(offset) else {

@@ -188,7 +188,9 @@ pub fn egress<A: Addresses + ?Sized>(
         Parsed::Tcp(tcp) => tcp,
         // A captured connection's fragments carry its socket, so its tag has decided before. Another's are its business.
         Parsed::Other | Parsed::Fragment => return Egress::Pass(Counter::EgressOther),
-        Parsed::Malformed | Parsed::TooManyHeaders => return Egress::Drop(Counter::EgressMalformed),
+        Parsed::Malformed | Parsed::TooManyHeaders | Parsed::Tagged => {
+            return Egress::Drop(Counter::EgressMalformed);
+        }
     };
     if tcp.destination.is_loopback() {
         return Egress::Pass(Counter::EgressOther);
@@ -249,10 +251,9 @@ pub enum Ingress {
 pub fn ingress<A: Addresses + ?Sized>(parsed: &Parsed, pod: &PodEntry, addresses: &A) -> Ingress {
     let tcp = match parsed {
         Parsed::Tcp(tcp) => tcp,
-        Parsed::Other | Parsed::Fragment => return Ingress::Pass(Counter::IngressOther),
-        // The pod's stack refuses malformed packets, but would read more extension headers than we do.
-        Parsed::Malformed => return Ingress::Pass(Counter::IngressOther),
-        Parsed::TooManyHeaders => return Ingress::Drop(Counter::IngressMalformed),
+        Parsed::Other | Parsed::Fragment | Parsed::Tagged => return Ingress::Pass(Counter::IngressOther),
+        // The pod's stack would read more extension headers than we do, and put a header together from fragments.
+        Parsed::Malformed | Parsed::TooManyHeaders => return Ingress::Drop(Counter::IngressMalformed),
     };
     if !tcp.is_initial_syn() {
         return Ingress::Pass(Counter::IngressOther);

@@ -10,13 +10,6 @@ use redirector_common::packet::Bytes;
 pub(crate) struct Skb<'a>(pub(crate) &'a TcContext);
 
 impl Skb<'_> {
-    /// The frame's type, host byte order.
-    #[inline(always)]
-    pub(crate) fn ethertype(&self) -> u16 {
-        // SAFETY: the kernel passes a valid context.
-        u16::from_be(unsafe { (*self.0.skb.skb).protocol } as u16)
-    }
-
     /// The packet's mark.
     #[inline(always)]
     pub(crate) fn mark(&self) -> u32 {

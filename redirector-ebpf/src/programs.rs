@@ -59,7 +59,7 @@ pub fn redir_egress(ctx: TcContext) -> i32 {
 #[inline(always)]
 fn untagged(ctx: &TcContext, sender: tags::SenderSocket, pod: &PodEntry) -> Egress {
     let skb = Skb(ctx);
-    let parsed = packet::parse(skb.ethertype(), &skb);
+    let parsed = packet::parse(&skb);
     let who = Sender {
         has_socket: !sender.is_null(),
         has_proxy_mark: skb.mark() & MARK_MASK == MARK_PROXY.0,
@@ -146,7 +146,7 @@ pub fn redir_ingress(ctx: TcContext) -> i32 {
         return NEXT;
     };
     let skb = Skb(&ctx);
-    let parsed = packet::parse(skb.ethertype(), &skb);
+    let parsed = packet::parse(&skb);
     let observe = pod.has(FLAG_OBSERVE);
     // By reference, as in `untagged`.
     let verdict = match (verdict::ingress(&parsed, pod, &PodAddresses), &parsed) {

@@ -162,7 +162,7 @@ fn with_destination_socket(ctx: &TcContext, tcp: &TcpMeta, f: impl FnOnce(*mut b
 #[inline(always)]
 pub(crate) fn refuse(ctx: &TcContext) -> i32 {
     let skb = Skb(ctx);
-    let Parsed::Tcp(tcp) = packet::parse(skb.ethertype(), &skb) else {
+    let Parsed::Tcp(tcp) = packet::parse(&skb) else {
         return DROP;
     };
     let Some(macs) = skb.load::<12>(0) else {

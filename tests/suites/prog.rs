@@ -258,6 +258,12 @@ fn egress_leaves_the_rest_alone() {
     let mut arp = tcp((POD_V4, 4000), (FAR_V4, 80), TCP_SYN);
     arp[13] = 0x06;
     let short = tcp((POD_V4, 4000), (FAR_V4, 80), TCP_SYN)[..40].to_vec();
+    let mut tagged = tcp((POD_V4, 4000), (FAR_V4, 80), TCP_SYN);
+    tagged[12..14].copy_from_slice(&[0x81, 0x00]);
+    // The flags come with the next fragment; what looks like them here is behind the packet's end.
+    let mut tiny_fragment = tcp((POD_V4, 4000), (FAR_V4, 80), TCP_ACK);
+    tiny_fragment[16..18].copy_from_slice(&28_u16.to_be_bytes());
+    tiny_fragment[20] = 0x20;
     let syn = |flow: usize| tcp(flows()[flow].0, flows()[flow].1, TCP_SYN);
     let ack = |flow: usize| tcp(flows()[flow].0, flows()[flow].1, TCP_ACK);
     for (what, flags, packet, mark, verdict, counter) in [
@@ -304,6 +310,15 @@ fn egress_leaves_the_rest_alone() {
             Counter::EgressUncaptured,
         ),
         ("unreadable", 0, short, 0, DROP, Counter::EgressMalformed),
+        ("a tag in the frame", 0, tagged, 0, DROP, Counter::EgressMalformed),
+        (
+            "a tiny first fragment",
+            0,
+            tiny_fragment,
+            0,
+            DROP,
+            Counter::EgressMalformed,
+        ),
         (
             "a forged mark",
             0,

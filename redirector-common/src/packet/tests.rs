@@ -25,6 +25,8 @@ fn v4(options_words: u8, fragment: u16, protocol: u8, payload: &[u8]) -> Vec<u8>
     frame[26..30].copy_from_slice(&[10, 0, 0, 1]);
     frame[30..34].copy_from_slice(&[10, 0, 0, 2]);
     frame.extend_from_slice(payload);
+    let total_length = u16::try_from(frame.len() - 14).unwrap();
+    frame[16..18].copy_from_slice(&total_length.to_be_bytes());
     frame
 }
 
@@ -43,6 +45,8 @@ fn v6(extensions: &[(u8, Vec<u8>)], last: u8, payload: &[u8]) -> Vec<u8> {
         frame.extend_from_slice(bytes);
     }
     frame.extend_from_slice(payload);
+    let payload_length = u16::try_from(frame.len() - 54).unwrap();
+    frame[18..20].copy_from_slice(&payload_length.to_be_bytes());
     frame
 }
 
@@ -60,7 +64,7 @@ fn fragment(offset_units: u16, more: bool) -> (u8, Vec<u8>) {
 }
 
 fn parse_frame(frame: &[u8]) -> Parsed {
-    parse(u16::from_be_bytes([frame[12], frame[13]]), frame)
+    parse(frame)
 }
 
 fn tcp(frame: &[u8]) -> TcpMeta {
@@ -148,8 +152,9 @@ fn other_protocols_and_short_packets() {
     for (frame, expected) in [
         (v4(0, 0, 17, &[0; 8]), Parsed::Other),
         (v4(0, 0, 1, &[0; 8]), Parsed::Other),
-        (v4(0, 0, 6, &[0; 13]), Parsed::Malformed),
-        (v4(0, 0, 6, &[0; 14]), Parsed::Tcp(tcp(&v4(0, 0, 6, &[0; 14])))),
+        (v4(0, 0, 6, &[0; 19]), Parsed::Malformed),
+        (v4(0, 0, 6, &[0; 20]), Parsed::Tcp(tcp(&v4(0, 0, 6, &[0; 20])))),
+        (v6(&[], 6, &[0; 19]), Parsed::Malformed),
         (v4(0, 0, 6, &[])[..33].to_vec(), Parsed::Malformed),
         (v6(&[], 58, &[0; 8]), Parsed::Other),
         (v6(&[options(0, 9)], 6, &[])[..60].to_vec(), Parsed::Malformed),
@@ -179,11 +184,41 @@ fn only_a_bare_syn_is_initial() {
     }
 }
 
+/// RFC 1858: a first fragment with less than a TCP header, the rest of which comes with the next. What lies behind the packet in
+/// the frame is no part of it, however much it looks like a header.
+#[test]
+fn a_header_that_is_not_all_in_the_packet_is_malformed_whatever_follows_it() {
+    let whole = tcp_header(TCP_ACK);
+    let mut first = v4(0, 0x2000, 6, &whole);
+    first[16..18].copy_from_slice(&28_u16.to_be_bytes());
+    assert_eq!(parse_frame(&first), Parsed::Malformed);
+    let mut first = v6(&[fragment(0, true)], 6, &whole);
+    first[18..20].copy_from_slice(&16_u16.to_be_bytes());
+    assert_eq!(parse_frame(&first), Parsed::Malformed);
+    // Super-packets of more than 64 KiB have no length in their headers.
+    let (mut big_v4, mut big_v6) = (v4(0, 0, 6, &whole), v6(&[], 6, &whole));
+    big_v4[16..18].fill(0);
+    big_v6[18..20].fill(0);
+    assert!(matches!(parse_frame(&big_v4), Parsed::Tcp(_)));
+    assert!(matches!(parse_frame(&big_v6), Parsed::Tcp(_)));
+}
+
+#[test]
+fn tags_in_the_frame_are_told() {
+    for ethertype in [ETH_P_8021Q, ETH_P_8021AD] {
+        let mut frame = v4(0, 0, 6, &tcp_header(TCP_SYN));
+        frame[12..14].copy_from_slice(&ethertype.to_be_bytes());
+        assert_eq!(parse_frame(&frame), Parsed::Tagged);
+    }
+    assert_eq!(parse_frame(&[0; 13]), Parsed::Malformed);
+}
+
 proptest! {
     #[test]
     fn any_bytes_are_parsed_without_panic(frame in prop::collection::vec(any::<u8>(), 14..200), v6: bool) {
-        let ethertype = if v6 { ETH_P_IPV6 } else { ETH_P_IP };
-        if let Parsed::Tcp(meta) = parse(ethertype, frame.as_slice()) {
+        let (mut frame, ethertype) = (frame, if v6 { ETH_P_IPV6 } else { ETH_P_IP });
+        frame[12..14].copy_from_slice(&ethertype.to_be_bytes());
+        if let Parsed::Tcp(meta) = parse(frame.as_slice()) {
             prop_assert!(meta.l4_offset as usize + 14 <= frame.len());
             prop_assert_eq!(meta.v4, !v6);
         }
@@ -194,7 +229,7 @@ proptest! {
         let extensions: Vec<_> = units.into_iter().map(|units| options(60, units)).collect();
         let frame = v6(&extensions, 6, &tcp_header(TCP_SYN));
         let whole = parse_frame(&frame);
-        let part = parse(ETH_P_IPV6, &frame[..cut.min(frame.len()).max(14)]);
+        let part = parse(&frame[..cut.min(frame.len()).max(14)]);
         prop_assert!(part == whole || part == Parsed::Malformed);
     }
 }

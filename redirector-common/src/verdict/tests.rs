@@ -199,6 +199,7 @@ fn egress_table() {
             0,
             Egress::Pass(EgressOther),
         ),
+        ("tagged", Parsed::Tagged, SOCKET, 0, Egress::Drop(EgressMalformed)),
         (
             "unreadable",
             Parsed::Malformed,
@@ -312,7 +313,13 @@ fn ingress_table() {
         ),
         ("other protocols", Parsed::Other, 0, Ingress::Pass(IngressOther)),
         ("fragments", Parsed::Fragment, 0, Ingress::Pass(IngressOther)),
-        ("unreadable", Parsed::Malformed, 0, Ingress::Pass(IngressOther)),
+        ("tagged", Parsed::Tagged, 0, Ingress::Pass(IngressOther)),
+        (
+            "unreadable",
+            Parsed::Malformed,
+            0,
+            Ingress::Drop(IngressMalformed),
+        ),
         (
             "hidden behind headers",
             Parsed::TooManyHeaders,
