@@ -8,10 +8,11 @@ use tokio_rustls::{TlsAcceptor, server::TlsStream};
 
 use super::{
     Pod,
-    copy::{self, Leg},
+    copy::Leg,
     dial,
     hbone::server::{self, Connect},
     record::{Direction, Record, Security},
+    relay,
 };
 use crate::{
     identity::{self, tls},
@@ -133,7 +134,7 @@ async fn request(pod: Arc<Pod>, tunnel: Arc<Tunnel>, mut connect: Connect) {
         connect.refuse(StatusCode::SERVICE_UNAVAILABLE);
         return record.fail(&Error::TooMany { max });
     };
-    let mut application = match application(&pod, &tunnel, &mut connect).await {
+    let application = match application(&pod, &tunnel, &mut connect).await {
         Ok(application) => Leg::new(application),
         Err(error) => {
             connect.refuse(error.status());
@@ -144,18 +145,8 @@ async fn request(pod: Arc<Pod>, tunnel: Arc<Tunnel>, mut connect: Connect) {
         Ok(stream) => stream,
         Err(error) => return record.fail(&Error::Http2(error)),
     };
-    let result = {
-        let mut application = application.split();
-        copy::both(
-            (&mut application.0, &mut application.1),
-            (&mut stream.source, &mut stream.sink),
-            record.counts(),
-            pod.shared.config.tail_deadline,
-        )
-        .await
-    };
-    tokio::join!(application.end(&result), stream.sink.end(&result));
-    record.end(result);
+    let stream = (&mut stream.source, &mut stream.sink);
+    relay::tunnelled(application, stream, record, pod.shared.config.tail_deadline).await;
 }
 
 /// The connection to the application that a request asks for.

@@ -50,6 +50,7 @@ mod inbound;
 mod outbound;
 mod passthrough;
 mod record;
+mod relay;
 
 #[cfg(test)]
 mod tests;

@@ -16,13 +16,14 @@ use tokio_rustls::{TlsConnector, client::TlsStream};
 
 use super::{
     Pod,
-    copy::{self, Leg},
+    copy::Leg,
     dial,
     hbone::{
         client,
         pool::{Dialled, Key},
     },
     record::{Direction, Record, Security},
+    relay,
 };
 use crate::{
     identity::tls,
@@ -82,7 +83,7 @@ pub(super) async fn connection(pod: Arc<Pod>, application: TcpStream, peer: Sock
     }
 }
 
-async fn plain(pod: &Pod, mut application: Leg, route: PlainRoute, mut record: Record) {
+async fn plain(pod: &Pod, application: Leg, route: PlainRoute, mut record: Record) {
     let target = route.target;
     record.dst = Some(target);
     record.service = route.service;
@@ -97,25 +98,14 @@ async fn plain(pod: &Pod, mut application: Leg, route: PlainRoute, mut record: R
         dialled = dial::upstream(pod, target) => dialled,
         _ = application.broken() => return record.fail(&Error::Abandoned),
     };
-    let mut upstream = match dialled {
+    let upstream = match dialled {
         Ok(upstream) => Leg::new(upstream),
         Err(error) => return record.fail(&error),
     };
-    let result = {
-        let (mut application, mut upstream) = (application.split(), upstream.split());
-        copy::both(
-            (&mut application.0, &mut application.1),
-            (&mut upstream.0, &mut upstream.1),
-            record.counts(),
-            pod.shared.config.tail_deadline,
-        )
-        .await
-    };
-    tokio::join!(application.end(&result), upstream.end(&result));
-    record.end(result);
+    relay::plain(application, upstream, record, pod.shared.config.tail_deadline).await;
 }
 
-async fn hbone(pod: &Pod, mut application: Leg, peer: SocketAddr, route: HboneRoute, mut record: Record) {
+async fn hbone(pod: &Pod, application: Leg, peer: SocketAddr, route: HboneRoute, mut record: Record) {
     let request = request(pod, peer, &route);
     record.dst = Some(route.tunnel);
     record.hbone_dst = Some(route.authority.to_string());
@@ -138,18 +128,8 @@ async fn hbone(pod: &Pod, mut application: Leg, peer: SocketAddr, route: HboneRo
         Err(error) => return record.fail(&error),
     };
     record.destination.identity = stream.peer().cloned();
-    let result = {
-        let mut application = application.split();
-        copy::both(
-            (&mut application.0, &mut application.1),
-            (&mut stream.source, &mut stream.sink),
-            record.counts(),
-            pod.shared.config.tail_deadline,
-        )
-        .await
-    };
-    tokio::join!(application.end(&result), stream.sink.end(&result));
-    record.end(result);
+    let stream = (&mut stream.source, &mut stream.sink);
+    relay::tunnelled(application, stream, record, pod.shared.config.tail_deadline).await;
 }
 
 /// TCP and mutual TLS to a tunnel's far end.

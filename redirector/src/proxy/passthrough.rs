@@ -6,9 +6,10 @@ use tokio::net::TcpStream;
 
 use super::{
     Pod,
-    copy::{self, Leg},
+    copy::Leg,
     dial,
     record::{Direction, Record, Security},
+    relay,
 };
 use crate::mesh::route;
 
@@ -23,7 +24,7 @@ enum Denied {
 
 /// Serves one accepted connection to its end.
 pub(super) async fn connection(pod: Arc<Pod>, client: TcpStream, peer: SocketAddr) {
-    let mut client = Leg::new(client);
+    let client = Leg::new(client);
     let mut record = Record::new(pod.shared.metrics.clone(), Direction::Inbound, peer);
     let destination = match pod.shared.redirector.original_dst(client.as_fd()) {
         Ok(destination) => destination,
@@ -40,21 +41,10 @@ pub(super) async fn connection(pod: Arc<Pod>, client: TcpStream, peer: SocketAdd
         .unwrap_or_default();
     record.destination = (&pod.info).into();
     record.open(Security::unknown);
-    let mut application = match dial::application(&pod, peer, destination).await {
+    let application = match dial::application(&pod, peer, destination).await {
         Ok(application) => Leg::new(application),
         // Dropped, the client's leg is reset: refused, as without a proxy.
         Err(error) => return record.fail(&error),
     };
-    let result = {
-        let (mut client, mut application) = (client.split(), application.split());
-        copy::both(
-            (&mut application.0, &mut application.1),
-            (&mut client.0, &mut client.1),
-            record.counts(),
-            pod.shared.config.tail_deadline,
-        )
-        .await
-    };
-    tokio::join!(client.end(&result), application.end(&result));
-    record.end(result);
+    relay::plain(application, client, record, pod.shared.config.tail_deadline).await;
 }

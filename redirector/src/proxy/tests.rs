@@ -15,7 +15,7 @@ use tokio_rustls::{TlsAcceptor, TlsConnector};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 use super::{
-    copy::{self, Leg},
+    copy::Leg,
     hbone::{
         Http2Config,
         client::Error,
@@ -24,6 +24,7 @@ use super::{
         window::WindowBudget,
     },
     record::{Direction, Metrics, Record, Security},
+    relay,
 };
 
 const TAIL: Duration = Duration::from_secs(5);
@@ -105,7 +106,7 @@ impl Path {
                 tokio::spawn(kill.clone().run_until_cancelled_owned(async move {
                     let mut record = Record::new(metrics, Direction::Outbound, peer);
                     record.open(Security::mutual_tls);
-                    let mut application = Leg::new(application);
+                    let application = Leg::new(application);
                     let key = Key {
                         source: "spiffe://td/ns/a/sa/b".parse().unwrap(),
                         expected: Arc::new([]),
@@ -130,18 +131,7 @@ impl Path {
                         Ok(stream) => stream,
                         Err(error) => return record.fail(&error),
                     };
-                    let result = {
-                        let mut leg = application.split();
-                        copy::both(
-                            (&mut leg.0, &mut leg.1),
-                            (&mut stream.source, &mut stream.sink),
-                            record.counts(),
-                            TAIL,
-                        )
-                        .await
-                    };
-                    tokio::join!(application.end(&result), stream.sink.end(&result));
-                    record.end(result);
+                    relay::tunnelled(application, (&mut stream.source, &mut stream.sink), record, TAIL).await;
                 }));
             }
         }));
@@ -159,20 +149,15 @@ impl Path {
                         tokio::spawn(kill.clone().run_until_cancelled_owned(async move {
                             let mut record = Record::new(metrics, Direction::Inbound, peer);
                             record.open(Security::mutual_tls);
-                            let mut application = Leg::new(TcpStream::connect(exit_addr).await.unwrap());
+                            let application = Leg::new(TcpStream::connect(exit_addr).await.unwrap());
                             let mut stream = connect.accept().unwrap();
-                            let result = {
-                                let mut leg = application.split();
-                                copy::both(
-                                    (&mut leg.0, &mut leg.1),
-                                    (&mut stream.source, &mut stream.sink),
-                                    record.counts(),
-                                    TAIL,
-                                )
-                                .await
-                            };
-                            tokio::join!(application.end(&result), stream.sink.end(&result));
-                            record.end(result);
+                            relay::tunnelled(
+                                application,
+                                (&mut stream.source, &mut stream.sink),
+                                record,
+                                TAIL,
+                            )
+                            .await;
                         }));
                     })
                     .await
@@ -307,35 +292,4 @@ async fn connections_that_are_killed_are_reset() {
         "connections_failed_total{reporter=\"source\",connection_security_policy=\"mutual_tls\"} 1",
     )
     .await;
-}
-
-/// Not a benchmark: a way to look, `cargo test --release -- --ignored --nocapture throughput`.
-#[tokio::test(flavor = "multi_thread")]
-#[ignore = "for looking at, not for judging"]
-async fn throughput() {
-    let path = Path::new().await;
-    let (mut client, mut server) = path.connect().await;
-    const BYTES: usize = 2 << 30;
-    let begun = std::time::Instant::now();
-    let send = async {
-        let chunk = vec![7; 1 << 20];
-        for _ in 0..BYTES / chunk.len() {
-            client.write_all(&chunk).await.unwrap();
-        }
-        client.shutdown().await.unwrap();
-    };
-    let receive = async {
-        let mut buffer = vec![0; 1 << 20];
-        let mut got = 0;
-        loop {
-            match server.read(&mut buffer).await.unwrap() {
-                0 => break got,
-                bytes => got += bytes,
-            }
-        }
-    };
-    let ((), got) = tokio::join!(send, receive);
-    let mib_per_s = got as f64 / f64::from(1 << 20) / begun.elapsed().as_secs_f64();
-    tracing::info!(mib_per_s, "one stream");
-    assert_eq!(got, BYTES);
 }
