@@ -715,7 +715,13 @@ async fn a_captured_pod_is_looked_at_again_and_again() {
     }
     // A look holds up no event, and its panic loses neither the pod nor its proxy.
     agent.world.fault("attach a!");
-    tokio::time::sleep(Duration::from_millis(50)).await;
+    let told = agent
+        .status
+        .wait_for(|status| fault(status).is_some_and(|fault| fault.contains("panicked")));
+    tokio::time::timeout(Duration::from_secs(10), told)
+        .await
+        .unwrap()
+        .unwrap();
     agent.world.mend();
     agent.world.log();
     agent.delete("a", None).await.unwrap();
