@@ -3,6 +3,7 @@
 //! - [`consts`]: ports, marks and routing numbers
 //! - [`net`]: addresses as the programs hold them
 //! - [`maps`]: key and value of every map
+//! - [`rules`]: include and exclude rules
 //! - [`packet`]: headers to [`packet::TcpMeta`]
 //! - [`verdict`]: what becomes of a packet or of a new connection
 //!
@@ -13,4 +14,5 @@ pub mod consts;
 pub mod maps;
 pub mod net;
 pub mod packet;
+pub mod rules;
 pub mod verdict;

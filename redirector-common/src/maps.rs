@@ -1,41 +1,128 @@
 //! Key and value of every map. All are fixed in size, without padding, and plain data.
 //!
-//! | map         | kind               | scope  | key               | value         |
-//! |-------------|--------------------|--------|-------------------|---------------|
-//! | `POD`       | array of 1         | pod    | 0                 | [`PodEntry`]  |
-//! | `ADDRESSES` | hash               | pod    | [`crate::net::Addr`] | 1 (u32)       |
-//! | `LISTENERS` | sockmap            | pod    | [`Listener`]      | socket        |
-//! | `COUNTERS`  | per-CPU array      | pod    | [`crate::verdict::Counter`] | packets (u64) |
-//! | `TAGS`      | socket storage     | node   | socket            | [`Tag`] (u32) |
+//! Each pod has a slot, a number that its own small programs know; what the maps hold for it is keyed by that.
+//!
+//! | map         | kind               | scope  | key                                              | value               |
+//! |-------------|--------------------|--------|--------------------------------------------------|---------------------|
+//! | `PODS`      | array              | build  | slot                                             | [`PodEntry`]        |
+//! | `ADDRESSES` | hash               | build  | [`AddressKey`]                                   | 1 (u32)             |
+//! | `RULES`     | LPM trie           | build  | [`RuleKey`]                                      | [`crate::rules::Match`] (u32) |
+//! | `LISTENERS` | sockmap            | build  | [`listener_index`]                               | socket              |
+//! | `COUNTERS`  | per-CPU array      | build  | [`counter_index`]                                | packets (u64)       |
+//! | `DECIDERS`  | program array      | build  | [`Decider`]                                      | program             |
+//! | `TAGS`      | socket storage     | node   | socket                                           | [`Tag`] (u32)       |
 
 use bytemuck::{Pod, Zeroable};
 
-/// Name of the pod's own entry.
-pub const POD: &str = "POD";
-/// Name of the set of the pod's addresses.
+use crate::{net::Addr, verdict::Counter};
+
+/// Name of the pods' entries.
+pub const PODS: &str = "PODS";
+/// Name of the pods' addresses.
 pub const ADDRESSES: &str = "ADDRESSES";
-/// Name of the sockmap of the proxy's listeners in the pod.
+/// Name of the pods' rules.
+pub const RULES: &str = "RULES";
+/// Name of the sockmap of the proxy's listeners.
 pub const LISTENERS: &str = "LISTENERS";
 /// Name of the packet counters.
 pub const COUNTERS: &str = "COUNTERS";
-/// Name of the socket tags, shared by all pods of the node.
+/// Name of the array of the programs that decide, which the pods' own programs go on to.
+pub const DECIDERS: &str = "DECIDERS";
+/// Name of the socket tags.
 pub const TAGS: &str = "TAGS";
+/// Name of the constant in a pod's own programs.
+pub const SLOT: &str = "SLOT";
 
+/// Most pods that a node may have enrolled. Kubernetes' own limit is 110 by default, and some run 500.
+pub const MAX_PODS: usize = 1024;
 /// Most addresses that one pod may have on its interfaces.
 pub const MAX_ADDRESSES: usize = 64;
+/// Most addresses of all pods. Memory is taken as they come.
+pub const MAX_ALL_ADDRESSES: usize = 16 * MAX_PODS;
+/// Most entries in the rules of all pods. Memory is taken as they come.
+pub const MAX_ALL_RULES: usize = 256 * MAX_PODS;
+
+/// An address of a pod.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Pod, Zeroable)]
+pub struct AddressKey {
+    /// Whose.
+    pub slot: u32,
+    /// The address.
+    pub address: Addr,
+}
+
+const _: () = assert!(size_of::<AddressKey>() == 20);
+
+/// A port or an address that a pod has a rule for; in the trie, the leading bits of one.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Pod, Zeroable)]
+pub struct RuleKey {
+    /// Whose.
+    pub slot: u32,
+    /// One of [`crate::rules::Subject`].
+    pub subject: u8,
+    /// Which of two sets of rules: one is in force, the other is being made.
+    pub generation: u8,
+    /// Zero.
+    pub zero: [u8; 2],
+    /// A port in its first two bytes, or an address; in network byte order.
+    pub value: [u8; 16],
+}
+
+const _: () = assert!(size_of::<RuleKey>() == 24);
+
+/// Bits of a [`RuleKey`] before its value.
+pub const RULE_KEY_PREFIX: u32 = 64;
+
+/// Index of a pod's listener in `LISTENERS`.
+#[inline(always)]
+pub const fn listener_index(slot: u32, listener: Listener) -> u32 {
+    slot * LISTENER_STRIDE + listener as u32
+}
+
+/// Listeners that a slot has room for.
+pub const LISTENER_STRIDE: u32 = 8;
+
+/// Index of a pod's counter in `COUNTERS`.
+#[inline(always)]
+pub const fn counter_index(slot: u32, counter: Counter) -> u32 {
+    slot * COUNTER_STRIDE + counter as u32
+}
+
+/// Counters that a slot has room for.
+pub const COUNTER_STRIDE: u32 = 32;
+
+const _: () = assert!(Counter::ALL.len() <= COUNTER_STRIDE as usize);
+
+/// The programs that decide, each loaded once for all pods. A pod's own programs go on to them by tail call, with the slot in
+/// the packet's control buffer.
+#[repr(u32)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Decider {
+    /// What a pod sends.
+    Egress = 0,
+    /// What arrives at a pod.
+    Ingress = 1,
+}
+
+/// Number of deciders.
+pub const DECIDER_COUNT: usize = 2;
 
 /// What the programs know about the pod they serve.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 pub struct PodEntry {
-    /// Which build of the object serves the pod; the programs don't read it, a restarted agent does.
-    pub build: u64,
     /// Inode of the pod's network namespace; for the agent only.
     pub netns_ino: u64,
     /// Bits of `FLAG_*`.
     pub flags: u32,
+    /// Bits of [`crate::rules`]: which rules there are.
+    pub rules: u32,
     /// The sysctls that enrolment changed, a bit each, to be put back; for the agent only.
     pub changed_sysctls: u32,
+    /// Zero.
+    pub zero: u32,
 }
 
 const _: () = assert!(size_of::<PodEntry>() == 24);
@@ -52,6 +139,8 @@ pub const FLAG_RELEASING: u32 = 1 << 3;
 
 /// The TC programs are attached by clsact filters, not TCX links; for the agent only.
 pub const FLAG_CLSACT: u32 = 1 << 4;
+/// Capture nothing inbound but HBONE: the pod is an ingress gateway.
+pub const FLAG_BYPASS_INBOUND: u32 = 1 << 5;
 
 impl PodEntry {
     /// Whether all bits of `flag` are set.
@@ -61,7 +150,7 @@ impl PodEntry {
     }
 }
 
-/// Index of a listener in `LISTENERS`.
+/// A listener of the proxy's in a pod.
 #[repr(u32)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Listener {
@@ -73,8 +162,7 @@ pub enum Listener {
     Hbone = 2,
 }
 
-/// Number of listeners in `LISTENERS`.
-pub const LISTENER_COUNT: u32 = 3;
+const _: () = assert!((Listener::Hbone as u32) < LISTENER_STRIDE);
 
 /// What a socket was found or declared to be; kept with the socket itself, so that nothing can evict or forge it.
 #[repr(u32)]

@@ -7,7 +7,7 @@ use bytemuck::{Pod, Zeroable};
 /// An IPv6 or IPv4-mapped address, as four words in network byte order: the form in which the kernel hands addresses to
 /// SK_LOOKUP programs (`struct bpf_sk_lookup`, `local_ip6`).
 #[repr(C)]
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Pod, Zeroable)]
 pub struct Addr(pub [u32; 4]);
 
 const _: () = assert!(size_of::<Addr>() == 16);

@@ -2,9 +2,10 @@
 
 use crate::{
     consts::{DIAL_PORT_FIRST, DIAL_PORT_LAST, PORT_HBONE},
-    maps::{FLAG_LOOKUP_HAS_IFINDEX, FLAG_RELEASING, Listener, PodEntry, Tag},
+    maps::{FLAG_BYPASS_INBOUND, FLAG_LOOKUP_HAS_IFINDEX, FLAG_RELEASING, Listener, PodEntry, Tag},
     net::Addr,
     packet::Parsed,
+    rules::{self, Direction, Rules},
 };
 
 /// Every way in which a program ends; one packet counter each. The order is that of the map, so new ones go last.
@@ -51,6 +52,10 @@ pub enum Counter {
     IngressRefused = 18,
     /// Ingress: a new connection refused because the proxy is dialling the application with the same two ends just now.
     IngressCollided = 19,
+    /// Egress: a new connection that the pod's rules leave alone.
+    EgressExcluded = 20,
+    /// Lookup: an inbound connection that the pod's rules leave alone.
+    LookupExcluded = 21,
 }
 
 /// The three programs, as a counter's label.
@@ -77,7 +82,7 @@ impl Program {
 
 impl Counter {
     /// All counters, in the order of the map.
-    pub const ALL: [Self; 20] = [
+    pub const ALL: [Self; 22] = [
         Self::EgressCaptured,
         Self::EgressTurnedBack,
         Self::EgressProxy,
@@ -98,6 +103,8 @@ impl Counter {
         Self::LookupRefused,
         Self::IngressRefused,
         Self::IngressCollided,
+        Self::EgressExcluded,
+        Self::LookupExcluded,
     ];
 
     /// Which program counts it, and under what name.
@@ -123,6 +130,8 @@ impl Counter {
             Self::LookupProxy => (Program::Lookup, "proxy"),
             Self::LookupOther => (Program::Lookup, "other"),
             Self::LookupRefused => (Program::Lookup, "refused"),
+            Self::EgressExcluded => (Program::Egress, "excluded"),
+            Self::LookupExcluded => (Program::Lookup, "excluded"),
         }
     }
 }
@@ -178,11 +187,11 @@ impl Addresses for [Addr] {
 
 /// Egress, second step: a packet whose socket has no tag.
 #[inline(always)]
-pub fn egress<A: Addresses + ?Sized>(
+pub fn egress<P: Addresses + Rules + ?Sized>(
     parsed: &Parsed,
     sender: Sender,
     pod: &PodEntry,
-    addresses: &A,
+    known: &P,
 ) -> Egress {
     let tcp = match parsed {
         Parsed::Tcp(tcp) => tcp,
@@ -203,12 +212,21 @@ pub fn egress<A: Addresses + ?Sized>(
         if pod.has(FLAG_RELEASING) {
             return Egress::Pass(Counter::EgressUncaptured);
         }
+        if rules::excluded(
+            Direction::Outbound,
+            tcp.destination_port,
+            &tcp.destination,
+            pod,
+            known,
+        ) {
+            return Egress::Pass(Counter::EgressExcluded);
+        }
         // The proxy could not say by which interface to go on.
         if tcp.destination.is_v6_link_local() {
             return Egress::Refuse(Counter::EgressRefused);
         }
         // Without a socket it is forwarded for somebody behind the pod, unless it uses the pod's own address.
-        return if sender.has_socket || addresses.owns(&tcp.source) {
+        return if sender.has_socket || known.owns(&tcp.source) {
             Egress::Capture
         } else {
             Egress::Pass(Counter::EgressUncaptured)
@@ -246,9 +264,15 @@ pub enum Ingress {
     AskSocketTable,
 }
 
+/// Whether an inbound connection is left alone, by the pod's rules or altogether.
+#[inline(always)]
+fn left_alone<R: Rules + ?Sized>(port: u16, client: &Addr, pod: &PodEntry, rules: &R) -> bool {
+    pod.has(FLAG_BYPASS_INBOUND) || rules::excluded(Direction::Inbound, port, client, pod, rules)
+}
+
 /// Ingress: guards what the lookup program believes.
 #[inline(always)]
-pub fn ingress<A: Addresses + ?Sized>(parsed: &Parsed, pod: &PodEntry, addresses: &A) -> Ingress {
+pub fn ingress<P: Addresses + Rules + ?Sized>(parsed: &Parsed, pod: &PodEntry, known: &P) -> Ingress {
     let tcp = match parsed {
         Parsed::Tcp(tcp) => tcp,
         Parsed::Other | Parsed::Fragment | Parsed::Tagged => return Ingress::Pass(Counter::IngressOther),
@@ -259,18 +283,18 @@ pub fn ingress<A: Addresses + ?Sized>(parsed: &Parsed, pod: &PodEntry, addresses
         return Ingress::Pass(Counter::IngressOther);
     }
     // IPv4 drops a packet from one of the host's own addresses as a martian; IPv6 has no such check.
-    if addresses.owns(&tcp.source) {
+    if known.owns(&tcp.source) {
         return Ingress::Drop(Counter::IngressSpoofed);
     }
-    if pod.has(FLAG_RELEASING) {
+    let hbone = tcp.destination_port == PORT_HBONE;
+    if pod.has(FLAG_RELEASING) || !hbone && left_alone(tcp.destination_port, &tcp.source, pod, known) {
         return Ingress::Pass(Counter::IngressNew);
     }
     // The proxy could not dial the application in the client's name: that name is good on one interface only.
     if tcp.destination.is_v6_link_local() || tcp.source.is_v6_link_local() {
         return Ingress::Refuse(Counter::IngressRefused);
     }
-    if is_dial_port(tcp.source_port) && tcp.destination_port != PORT_HBONE && addresses.owns(&tcp.destination)
-    {
+    if is_dial_port(tcp.source_port) && !hbone && known.owns(&tcp.destination) {
         return Ingress::AskSocketTable;
     }
     Ingress::Pass(Counter::IngressNew)
@@ -315,7 +339,7 @@ pub enum Choice {
 
 /// SK_LOOKUP: the listener of a new TCP connection.
 #[inline(always)]
-pub fn lookup<A: Addresses + ?Sized>(connection: &Lookup, pod: &PodEntry, addresses: &A) -> Choice {
+pub fn lookup<P: Addresses + Rules + ?Sized>(connection: &Lookup, pod: &PodEntry, known: &P) -> Choice {
     let Lookup {
         local,
         remote,
@@ -327,7 +351,7 @@ pub fn lookup<A: Addresses + ?Sized>(connection: &Lookup, pod: &PodEntry, addres
     if local.is_loopback() || remote.is_loopback() || local.0 == remote.0 || pod.has(FLAG_RELEASING) {
         return Choice::Pass(Counter::LookupOther);
     }
-    let to_this_pod = addresses.owns(local);
+    let to_this_pod = known.owns(local);
     let outbound = Choice::Assign(Listener::Outbound, Counter::LookupOutbound);
     if pod.has(FLAG_LOOKUP_HAS_IFINDEX) {
         // Local delivery reports the device of the address; lo itself is reported for a packet that egress turned
@@ -345,12 +369,15 @@ pub fn lookup<A: Addresses + ?Sized>(connection: &Lookup, pod: &PodEntry, addres
     if *local_port == PORT_HBONE {
         return Choice::Assign(Listener::Hbone, Counter::LookupHbone);
     }
-    if addresses.owns(remote) {
+    if known.owns(remote) {
         return Choice::Pass(Counter::LookupOther);
     }
     if !pod.has(FLAG_LOOKUP_HAS_IFINDEX) && is_dial_port(*remote_port) {
         // From outside, ingress has given it to 15006 already, and this program is not asked.
         return Choice::Pass(Counter::LookupProxy);
+    }
+    if left_alone(*local_port, remote, pod, known) {
+        return Choice::Pass(Counter::LookupExcluded);
     }
     Choice::Assign(Listener::Inbound, Counter::LookupInbound)
 }

@@ -1,6 +1,8 @@
-//! The eBPF programs of one pod. Each entry point loads, asks `redirector_common::verdict`, and acts; nothing is decided here.
+//! The eBPF programs. Each entry point loads, asks `redirector_common::verdict`, and acts; nothing is decided here.
 //!
-//! - `programs`: the maps and the three entry points
+//! - `programs`: a pod's own three
+//! - `deciders`: those that all pods share
+//! - `pod`: the maps, and what they hold for a pod
 //! - `packet`: header bytes out of a `__sk_buff`
 //! - `steer`: the only place that turns packets back, refuses, assigns or drops
 //! - `tags`: what a socket is known to be
@@ -10,7 +12,11 @@
 #![cfg_attr(target_arch = "bpf", no_std, no_main)]
 
 #[cfg(target_arch = "bpf")]
+mod deciders;
+#[cfg(target_arch = "bpf")]
 mod packet;
+#[cfg(target_arch = "bpf")]
+mod pod;
 #[cfg(target_arch = "bpf")]
 mod programs;
 #[cfg(target_arch = "bpf")]

@@ -24,7 +24,11 @@ use redirector_common::{
     verdict::Counter,
 };
 
-use crate::{packet::Skb, programs::LISTENERS, stats::count};
+use crate::{
+    packet::Skb,
+    pod::{LISTENERS, Pod},
+    stats::count,
+};
 
 /// Not ours to decide: the next program or filter on the hook runs. TCX_NEXT has the same value.
 pub(crate) const NEXT: i32 = TC_ACT_UNSPEC;
@@ -50,25 +54,25 @@ pub(crate) fn turn_back(ctx: &TcContext) -> i32 {
     unsafe { bpf_redirect(LOOPBACK_IFINDEX, u64::from(BPF_F_INGRESS)) as i32 }
 }
 
-/// Whether 15001 is there to take a connection.
+/// Whether the pod's 15001 is there to take a connection.
 #[inline(always)]
-pub(crate) fn outbound_listener_exists() -> bool {
-    with_listener(Listener::Outbound, |_| ()).is_some()
+pub(crate) fn outbound_listener_exists(pod: Pod) -> bool {
+    with_listener(pod, Listener::Outbound, |_| ()).is_some()
 }
 
 /// Gives the packet's connection to 15006; false if that is away.
 #[inline(always)]
-pub(crate) fn assign_inbound(ctx: &TcContext) -> bool {
+pub(crate) fn assign_inbound(ctx: &TcContext, pod: Pod) -> bool {
     // SAFETY: the socket is held for the call.
-    with_listener(Listener::Inbound, |sk| unsafe {
+    with_listener(pod, Listener::Inbound, |sk| unsafe {
         bpf_sk_assign(ctx.as_ptr().cast(), sk, 0) == 0
     }) == Some(true)
 }
 
-/// Runs `f` with a listener held.
+/// Runs `f` with a listener of the pod's held.
 #[inline(always)]
-fn with_listener<T>(listener: Listener, f: impl FnOnce(*mut core::ffi::c_void) -> T) -> Option<T> {
-    let index = listener as u32;
+fn with_listener<T>(pod: Pod, listener: Listener, f: impl FnOnce(*mut core::ffi::c_void) -> T) -> Option<T> {
+    let index = pod.listener(listener);
     // SAFETY: map and key are valid; a socket that is found is released once and not used after.
     unsafe {
         let sk = bpf_map_lookup_elem(
@@ -87,12 +91,15 @@ fn with_listener<T>(listener: Listener, f: impl FnOnce(*mut core::ffi::c_void) -
 /// SK_LOOKUP: gives the connection to a listener, or refuses it: the kernel answers SK_DROP with a reset. It never falls
 /// through to whoever else listens.
 #[inline(always)]
-pub(crate) fn assign(ctx: &SkLookupContext, listener: Listener, counter: Counter) -> u32 {
-    if LISTENERS.redirect_sk_lookup(ctx, listener as u32, 0).is_ok() {
-        count(counter);
+pub(crate) fn assign(ctx: &SkLookupContext, pod: Pod, listener: Listener, counter: Counter) -> u32 {
+    if LISTENERS
+        .redirect_sk_lookup(ctx, pod.listener(listener), 0)
+        .is_ok()
+    {
+        count(pod.slot, counter);
         SK_PASS
     } else {
-        count(Counter::LookupRefused);
+        count(pod.slot, Counter::LookupRefused);
         SK_DROP
     }
 }

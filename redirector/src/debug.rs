@@ -16,6 +16,7 @@ use crate::{
     redirect::{
         Count, PodNetwork,
         ebpf::{Config, Ebpf, trace::Trace},
+        rules::Rules,
     },
     sys::netns::Netns,
 };
@@ -47,6 +48,7 @@ pub async fn load(netns: &str, config: Config, shutdown: impl Future<Output = ()
         uid: PodUid::from_name("load", &netns.id().ino.to_string())?,
         netns: Arc::new(netns),
         addresses: Vec::new(),
+        rules: Rules::default(),
     };
     let observation = tokio::task::spawn_blocking(move || Ebpf::open(&config)?.observe(&pod)).await??;
     let mut out = io::stdout();

@@ -2,6 +2,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    ffi::OsStr,
     fs,
     path::{Path, PathBuf},
     process::ExitCode,
@@ -135,7 +136,7 @@ fn traces(pod: &Pod) -> Traces {
 }
 
 /// All files below the directory of pins.
-fn pins(agent: &Agent) -> BTreeSet<PathBuf> {
+fn paths(agent: &Agent) -> BTreeSet<PathBuf> {
     fn walk(directory: &Path, found: &mut BTreeSet<PathBuf>) {
         for path in fs::read_dir(directory)
             .into_iter()
@@ -152,6 +153,20 @@ fn pins(agent: &Agent) -> BTreeSet<PathBuf> {
     let mut found = BTreeSet::new();
     walk(&agent.bpffs_dir(), &mut found);
     found
+}
+
+/// The same without the slots of the pods, of which an instance that is made anew has another.
+fn pins(agent: &Agent) -> BTreeSet<PathBuf> {
+    let without_slot = |path: PathBuf| {
+        let parts = path
+            .iter()
+            .map(|part| match part.to_str().and_then(|part| part.split_once('-')) {
+                Some((slot, uid)) if slot.parse::<u32>().is_ok() => OsStr::new(uid),
+                _ => part,
+            });
+        parts.collect()
+    };
+    paths(agent).into_iter().map(without_slot).collect()
 }
 
 /// What the agent holds is again what it held: descriptors of closed connections may take a moment.
@@ -294,7 +309,7 @@ fn what_is_removed_is_put_back(options: Options) {
     let (whole, pinned) = (traces(pod), pins(&mesh.agent));
     let remove_hooks = || {
         // Links go with their pins, filters with their qdisc.
-        for path in pinned
+        for path in paths(&mesh.agent)
             .iter()
             .filter(|path| path.to_string_lossy().contains("/link_"))
         {

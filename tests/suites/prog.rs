@@ -8,15 +8,16 @@ use std::{
 };
 
 use aya::{
-    Ebpf,
-    maps::{Array, HashMap, PerCpuArray, SockMap},
+    Ebpf, EbpfLoader,
+    maps::{Array, HashMap, PerCpuArray, ProgramArray, SockMap},
     programs::{SchedClassifier, TestRun, TestRunOptions},
 };
-use redirector::redirect::ebpf::object::{EGRESS, INGRESS, OBJECT};
+use redirector::redirect::ebpf::object::{EGRESS, INGRESS, OBJECT, SHARED};
 use redirector_common::{
     consts::{MARK_LOOP, MARK_PROXY, PORT_HBONE},
     maps::{
-        ADDRESSES, COUNTERS, FLAG_LOOKUP_HAS_IFINDEX, FLAG_OBSERVE, FLAG_RELEASING, LISTENERS, POD, PodEntry,
+        ADDRESSES, AddressKey, COUNTERS, DECIDERS, FLAG_LOOKUP_HAS_IFINDEX, FLAG_OBSERVE, FLAG_RELEASING,
+        LISTENERS, Listener, PODS, PodEntry, SLOT, counter_index, listener_index,
     },
     net::Addr,
     packet::{TCP_ACK, TCP_RST, TCP_SYN},
@@ -28,6 +29,8 @@ const NEXT: i32 = -1;
 const DROP: i32 = 2;
 const REDIRECT: i32 = 7;
 
+/// Not the first, so that a mistaken index shows.
+const POD_SLOT: u32 = 5;
 const POD_V4: &str = "10.1.0.1";
 const POD_V6: &str = "fd01::1";
 const FAR_V4: &str = "10.1.0.2";
@@ -69,33 +72,48 @@ struct Outcome {
 
 impl Instance {
     fn new(flags: u32, listening: bool) -> Self {
-        let mut ebpf = Ebpf::load(OBJECT).expect("loading the object");
+        let mut loader = EbpfLoader::new();
+        loader.override_global(SLOT, &POD_SLOT, true);
+        let mut ebpf = loader.load(OBJECT).expect("loading the object");
         let entry = PodEntry {
-            build: 0,
-            netns_ino: 0,
             flags,
-            changed_sysctls: 0,
+            ..bytemuck::Zeroable::zeroed()
         };
         let bytes: [u8; size_of::<PodEntry>()] = bytemuck::cast(entry);
-        Array::<_, [u8; size_of::<PodEntry>()]>::try_from(ebpf.map_mut(POD).unwrap())
+        Array::<_, [u8; size_of::<PodEntry>()]>::try_from(ebpf.map_mut(PODS).unwrap())
             .unwrap()
-            .set(0, bytes, 0)
+            .set(POD_SLOT, bytes, 0)
             .unwrap();
-        let mut addresses = HashMap::<_, [u8; 16], u32>::try_from(ebpf.map_mut(ADDRESSES).unwrap()).unwrap();
+        let mut addresses =
+            HashMap::<_, [u8; size_of::<AddressKey>()], u32>::try_from(ebpf.map_mut(ADDRESSES).unwrap())
+                .unwrap();
         for address in [POD_V4, POD_V6] {
-            addresses.insert(addr(address).to_bytes(), 1, 0).unwrap();
+            let key = AddressKey {
+                slot: POD_SLOT,
+                address: addr(address),
+            };
+            addresses
+                .insert(bytemuck::cast::<_, [u8; size_of::<AddressKey>()]>(key), 1, 0)
+                .unwrap();
         }
         let listener = listening.then(|| {
             let listener = TcpListener::bind((Ipv6Addr::LOCALHOST, 0)).unwrap();
             let mut map = SockMap::try_from(ebpf.map_mut(LISTENERS).unwrap()).unwrap();
-            for index in 0..3 {
-                map.set(index, &listener.as_raw_fd(), 0).unwrap();
+            for place in [Listener::Outbound, Listener::Inbound, Listener::Hbone] {
+                map.set(listener_index(POD_SLOT, place), &listener.as_raw_fd(), 0)
+                    .unwrap();
             }
             listener
         });
-        for name in [EGRESS, INGRESS] {
+        for name in [EGRESS, INGRESS, SHARED[0].0, SHARED[1].0] {
             let program: &mut SchedClassifier = ebpf.program_mut(name).unwrap().try_into().unwrap();
             program.load().unwrap_or_else(|error| panic!("{name}: {error}"));
+        }
+        for (name, place) in SHARED {
+            let program: &SchedClassifier = ebpf.program(name).unwrap().try_into().unwrap();
+            let fd = program.fd().unwrap().try_clone().unwrap();
+            let mut map = ProgramArray::try_from(ebpf.map_mut(DECIDERS).unwrap()).unwrap();
+            map.set(place as u32, &fd, 0).unwrap();
         }
         Self { ebpf, listener }
     }
@@ -104,7 +122,12 @@ impl Instance {
         let map = PerCpuArray::<_, u64>::try_from(self.ebpf.map(COUNTERS).unwrap()).unwrap();
         Counter::ALL
             .iter()
-            .map(|counter| map.get(&(*counter as u32), 0).unwrap().iter().sum())
+            .map(|counter| {
+                map.get(&counter_index(POD_SLOT, *counter), 0)
+                    .unwrap()
+                    .iter()
+                    .sum()
+            })
             .collect()
     }
 

@@ -4,7 +4,21 @@ use bytemuck::Zeroable;
 use proptest::prelude::*;
 
 use super::*;
-use crate::packet::{TCP_ACK, TCP_FIN, TCP_RST, TCP_SYN, TcpMeta};
+use crate::{
+    packet::{TCP_ACK, TCP_FIN, TCP_RST, TCP_SYN, TcpMeta},
+    rules::{EXCLUDED, Match, Subject, bits},
+};
+
+/// Port 9 is left alone, if the pod's entry says that there are rules.
+impl Rules for [Addr] {
+    fn port(&self, _: Subject, port: u16) -> Match {
+        if port == 9 { EXCLUDED } else { 0 }
+    }
+
+    fn address(&self, _: Subject, _: &Addr) -> Match {
+        0
+    }
+}
 
 const POD_V4: &str = "10.0.0.1";
 const POD_V6: &str = "fd00::1";
@@ -559,5 +573,77 @@ proptest! {
             let verdict = egress(&packet, sender, &pod(0), own().as_slice());
             prop_assert!(matches!(verdict, Egress::Capture | Egress::Refuse(_)), "{:?}", verdict);
         }
+    }
+}
+
+#[test]
+fn rules_leave_connections_alone() {
+    let rules = bits(Subject::OutboundPort, false) | bits(Subject::InboundPort, false);
+    for (far, own_address) in [(FAR_V4, POD_V4), (FAR_V6, POD_V6)] {
+        let own = own();
+        for (port, flags, alone) in [(9, 0, true), (10, 0, false), (9, FLAG_LOOKUP_HAS_IFINDEX, true)] {
+            let entry = PodEntry { rules, ..pod(flags) };
+            let out = egress(
+                &tcp(own_address, 1000, far, port, TCP_SYN),
+                MARKED,
+                &entry,
+                own.as_slice(),
+            );
+            let expected = if alone {
+                Egress::Pass(Counter::EgressExcluded)
+            } else {
+                Egress::Capture
+            };
+            assert_eq!(out, expected);
+            // From the range that the proxy dials from, too.
+            for remote_port in [1000, DIAL_PORT_FIRST] {
+                let packet = tcp(far, remote_port, own_address, port, TCP_SYN);
+                let asked = ingress(&packet, &entry, own.as_slice()) == Ingress::AskSocketTable;
+                assert_eq!(asked, !alone && remote_port == DIAL_PORT_FIRST);
+                let connection = Lookup {
+                    local: addr(own_address),
+                    remote: addr(far),
+                    local_port: port,
+                    remote_port,
+                    by_lo: false,
+                };
+                let passed = matches!(lookup(&connection, &entry, own.as_slice()), Choice::Pass(_));
+                let taken_for_the_proxy =
+                    remote_port == DIAL_PORT_FIRST && !entry.has(FLAG_LOOKUP_HAS_IFINDEX);
+                assert_eq!(passed, alone || taken_for_the_proxy);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_gateway_takes_hbone_alone() {
+    let own = own();
+    for flags in [FLAG_BYPASS_INBOUND, FLAG_BYPASS_INBOUND | FLAG_LOOKUP_HAS_IFINDEX] {
+        for (port, expected) in [
+            (80, Choice::Pass(Counter::LookupExcluded)),
+            (PORT_HBONE, Choice::Assign(Listener::Hbone, Counter::LookupHbone)),
+        ] {
+            let connection = Lookup {
+                local: addr(POD_V4),
+                remote: addr(FAR_V4),
+                local_port: port,
+                remote_port: 1000,
+                by_lo: false,
+            };
+            assert_eq!(lookup(&connection, &pod(flags), own.as_slice()), expected);
+        }
+        let syn = tcp(FAR_V4, DIAL_PORT_FIRST, POD_V4, 80, TCP_SYN);
+        assert_eq!(
+            ingress(&syn, &pod(flags), own.as_slice()),
+            Ingress::Pass(Counter::IngressNew)
+        );
+        let out = egress(
+            &tcp(POD_V4, 1000, FAR_V4, 80, TCP_SYN),
+            SOCKET,
+            &pod(flags),
+            own.as_slice(),
+        );
+        assert_eq!(out, Egress::Capture);
     }
 }

@@ -100,7 +100,7 @@ enum Request {
 }
 
 enum Finished<P> {
-    Pod(Done<P>),
+    Pod(Box<Done<P>>),
     Swept(Result<Vec<PodUid>, Error>),
 }
 
@@ -335,17 +335,17 @@ impl<L: Launch> Lifecycle<L> {
                 Request::Add(add) => {
                     let (old, add) = (entry.pod.take(), add.clone());
                     self.jobs
-                        .spawn(async move { Finished::Pod(worker.add(old, add).await) })
+                        .spawn(async move { Finished::Pod(Box::new(worker.add(old, add).await)) })
                 }
                 Request::Check(_) => {
                     let Some(pod) = entry.pod.take() else { continue };
                     self.jobs
-                        .spawn(async move { Finished::Pod(worker.check(pod).await) })
+                        .spawn(async move { Finished::Pod(Box::new(worker.check(pod).await)) })
                 }
                 Request::Delete(_) => {
                     let (old, uid) = (entry.pod.take(), uid.clone());
                     self.jobs
-                        .spawn(async move { Finished::Pod(worker.delete(old, uid).await) })
+                        .spawn(async move { Finished::Pod(Box::new(worker.delete(old, uid).await)) })
                 }
             };
             // A newer request makes an older one's retry moot.
@@ -366,10 +366,10 @@ impl<L: Launch> Lifecycle<L> {
                 error!(%error, "internal fault in a pod's job");
                 (
                     error.id(),
-                    Finished::Pod(Done {
+                    Finished::Pod(Box::new(Done {
                         pod: None,
                         result: Err(Error::Panicked { step: "pod's job" }),
-                    }),
+                    })),
                 )
             }
         };
@@ -382,7 +382,8 @@ impl<L: Launch> Lifecycle<L> {
                 }));
             }
         };
-        let (uid, Done { pod, result }) = done;
+        let (uid, done) = done;
+        let Done { pod, result } = *done;
         let Some(entry) = self.table.get_mut(&uid) else {
             return;
         };

@@ -23,7 +23,7 @@ use super::{
 };
 use crate::{
     mesh::pod::PodUid,
-    redirect::{PodNetwork, Redirector},
+    redirect::{PodNetwork, Redirector, rules::Rules},
     sys::{
         interfaces::InterfaceAddress,
         netns::{Netns, NetnsId},
@@ -222,6 +222,7 @@ impl<L: Launch> Worker<L> {
             uid: add.info.uid.clone(),
             netns: Arc::clone(&add.netns),
             addresses,
+            rules: Rules::default(),
         })
     }
 

@@ -1,11 +1,12 @@
 //! The eBPF maps, typed: one line of `unsafe` for all value types that both sides share.
 
-use std::net::IpAddr;
-
-use aya::maps::{Array, HashMap, MapData, MapError, PerCpuArray, SkStorage};
+use aya::maps::{
+    Array, HashMap, MapData, MapError, PerCpuArray, PerCpuValues, SkStorage,
+    lpm_trie::{Key, LpmTrie},
+};
 use redirector_common::{
-    maps::{PodEntry, Tag},
-    net::Addr,
+    maps::{AddressKey, PodEntry, RuleKey, Tag, counter_index},
+    rules::Match,
     verdict::Counter,
 };
 
@@ -22,7 +23,7 @@ struct Raw<T>(T);
 // the layout.
 unsafe impl<T: bytemuck::Pod> aya::Pod for Raw<T> {}
 
-/// The map `POD` of one pod.
+/// The map `PODS`.
 pub(super) struct PodMap(Array<MapData, Raw<PodEntry>>);
 
 impl PodMap {
@@ -31,19 +32,19 @@ impl PodMap {
         Array::try_from(aya::maps::Map::Array(map)).map(Self)
     }
 
-    /// The pod's entry.
-    pub(super) fn read(&self) -> Result<PodEntry, MapError> {
-        self.0.get(&0, 0).map(|Raw(entry)| entry)
+    /// A pod's entry.
+    pub(super) fn read(&self, slot: u32) -> Result<PodEntry, MapError> {
+        self.0.get(&slot, 0).map(|Raw(entry)| entry)
     }
 
-    /// Replaces the pod's entry.
-    pub(super) fn write(&mut self, entry: PodEntry) -> Result<(), MapError> {
-        self.0.set(0, Raw(entry), 0)
+    /// Replaces a pod's entry.
+    pub(super) fn write(&mut self, slot: u32, entry: PodEntry) -> Result<(), MapError> {
+        self.0.set(slot, Raw(entry), 0)
     }
 }
 
-/// The map `ADDRESSES` of one pod.
-pub(super) struct AddressMap(HashMap<MapData, Raw<Addr>, u32>);
+/// The map `ADDRESSES`.
+pub(super) struct AddressMap(HashMap<MapData, Raw<AddressKey>, u32>);
 
 impl AddressMap {
     /// From the map's handle.
@@ -51,23 +52,53 @@ impl AddressMap {
         HashMap::try_from(aya::maps::Map::HashMap(map)).map(Self)
     }
 
-    /// Makes the map hold exactly `addresses`: adds first, so that none is missing in between.
-    pub(super) fn replace(&mut self, addresses: &[IpAddr]) -> Result<(), MapError> {
-        let wanted: Vec<_> = addresses.iter().copied().map(Addr::from).collect();
-        for address in &wanted {
-            self.0.insert(Raw(*address), 1, 0)?;
-        }
-        let held = self.0.keys().collect::<Result<Vec<_>, _>>()?;
-        for Raw(address) in held {
-            if !wanted.contains(&address) {
-                self.0.remove(&Raw(address))?;
-            }
-        }
-        Ok(())
+    /// Adds an address.
+    pub(super) fn insert(&mut self, key: AddressKey) -> Result<(), MapError> {
+        self.0.insert(Raw(key), 1, 0)
+    }
+
+    /// Removes an address; one that is not there is fine.
+    pub(super) fn remove(&mut self, key: AddressKey) -> Result<(), MapError> {
+        absent_is_fine(self.0.remove(&Raw(key)))
+    }
+
+    /// All addresses of all pods.
+    pub(super) fn keys(&self) -> Result<Vec<AddressKey>, MapError> {
+        self.0.keys().map(|key| key.map(|Raw(key)| key)).collect()
     }
 }
 
-/// The map `COUNTERS` of one pod.
+/// The map `RULES`.
+pub(super) struct RuleMap(LpmTrie<MapData, Raw<RuleKey>, u32>);
+
+impl RuleMap {
+    /// From the map's handle.
+    pub(super) fn new(map: MapData) -> Result<Self, MapError> {
+        LpmTrie::try_from(aya::maps::Map::LpmTrie(map)).map(Self)
+    }
+
+    /// Says something about the first `length` bits of a key.
+    pub(super) fn insert(&mut self, length: u32, key: RuleKey, what: Match) -> Result<(), MapError> {
+        self.0.insert(&Key::new(length, Raw(key)), what, 0)
+    }
+
+    /// Removes an entry; one that is not there is fine.
+    pub(super) fn remove(&mut self, length: u32, key: RuleKey) -> Result<(), MapError> {
+        absent_is_fine(self.0.remove(&Key::new(length, Raw(key))))
+    }
+
+    /// All entries of all pods: length and key.
+    pub(super) fn keys(&self) -> Result<Vec<(u32, RuleKey)>, MapError> {
+        let read = |key: Result<Key<Raw<RuleKey>>, MapError>| {
+            let key = key?;
+            let Raw(data) = key.data();
+            Ok((key.prefix_len(), data))
+        };
+        self.0.keys().map(read).collect()
+    }
+}
+
+/// The map `COUNTERS`.
 pub(super) struct CounterMap(PerCpuArray<MapData, u64>);
 
 impl CounterMap {
@@ -77,8 +108,18 @@ impl CounterMap {
     }
 
     /// Packets counted since the pod was attached, over all CPUs.
-    pub(super) fn read(&self, counter: Counter) -> Result<u64, MapError> {
-        Ok(self.0.get(&(counter as u32), 0)?.iter().sum())
+    pub(super) fn read(&self, slot: u32, counter: Counter) -> Result<u64, MapError> {
+        Ok(self.0.get(&counter_index(slot, counter), 0)?.iter().sum())
+    }
+
+    /// Begins anew for the next pod of a slot.
+    pub(super) fn clear(&mut self, slot: u32) -> Result<(), MapError> {
+        let cpus = aya::util::nr_cpus().map_err(|(_, error)| MapError::from(error))?;
+        for counter in Counter::ALL {
+            let zeros = PerCpuValues::try_from(vec![0; cpus]).map_err(MapError::from)?;
+            self.0.set(counter_index(slot, counter), zeros, 0)?;
+        }
+        Ok(())
     }
 }
 
@@ -94,5 +135,13 @@ impl TagMap {
     /// Tags a socket.
     pub(super) fn set(&mut self, socket: &impl std::os::fd::AsRawFd, tag: Tag) -> Result<(), MapError> {
         self.0.insert(socket, tag as u32, 0)
+    }
+}
+
+fn absent_is_fine(removed: Result<(), MapError>) -> Result<(), MapError> {
+    match removed {
+        Err(MapError::KeyNotFound | MapError::ElementNotFound) => Ok(()),
+        Err(MapError::SyscallError(error)) if error.io_error.kind() == std::io::ErrorKind::NotFound => Ok(()),
+        other => other,
     }
 }

@@ -6,6 +6,7 @@ pub mod ebpf;
 mod maps;
 pub mod metrics;
 pub mod none;
+pub mod rules;
 
 use std::{
     io,
@@ -16,6 +17,7 @@ use std::{
 
 use redirector_common::consts::Mark;
 
+use self::rules::Rules;
 use crate::{mesh::pod::PodUid, sys::netns::Netns};
 
 /// A pod's network, as a backend needs to know it.
@@ -27,6 +29,8 @@ pub struct PodNetwork {
     pub netns: Arc<Netns>,
     /// The addresses its event named; at least one is on an interface in the namespace.
     pub addresses: Vec<IpAddr>,
+    /// Which of its connections are captured.
+    pub rules: Rules,
 }
 
 /// The proxy's listeners in a pod.
@@ -63,7 +67,8 @@ pub trait Redirector: Send + Sync {
     /// The marks it wants.
     fn marks(&self) -> Marks;
 
-    /// Brings the pod to the captured state, whatever state it is in; adopts what an earlier agent left.
+    /// Brings the pod to the captured state, whatever state it is in; adopts what an earlier agent left. New rules are for new
+    /// connections: open ones go on as they began.
     fn attach(&self, pod: &PodNetwork, listeners: Listeners<'_>) -> Result<(), Error>;
 
     /// Captures nothing new from now on; connections that are captured go on. `detach` follows, once they have ended.

@@ -1,7 +1,9 @@
-//! The eBPF backend: one instance of the programs per pod, on its interfaces and its namespace, pinned so that it outlives the
-//! agent and is adopted by the next.
+//! The eBPF backend: small programs of each pod's own, on its interfaces and its namespace, that go on to programs which all pods
+//! share. All are pinned, so that they outlive the agent and are adopted by the next.
 //!
 //! - `object`: the embedded object and its loading
+//! - `store`: the maps, and the pods' slots in them
+//! - `trie`: rules as the programs look them up
 //! - `hooks`: TC and SK_LOOKUP attachment
 //! - `routes`: policy routes and sysctls in the pod
 //! - `pins`: the bpffs
@@ -13,35 +15,38 @@ pub mod object;
 pub mod observe;
 mod pins;
 mod routes;
+mod store;
 pub mod trace;
+mod trie;
 
 use std::{
-    collections::HashMap,
     fs, io,
     net::{IpAddr, SocketAddr},
-    os::fd::{AsRawFd, BorrowedFd},
+    os::fd::BorrowedFd,
     path::{Path, PathBuf},
     sync::{Mutex, MutexGuard, PoisonError},
 };
 
-use aya::maps::{MapData, SockMap};
+use aya::{maps::MapData, programs::SchedClassifier};
 use redirector_common::{
     consts::{MARK_APP, MARK_PROXY},
     maps::{
-        self as layout, FLAG_LOOKUP_HAS_IFINDEX, FLAG_RELEASING, FLAG_TRACE, Listener, MAX_ADDRESSES,
-        PodEntry, Tag,
+        self as layout, FLAG_BYPASS_INBOUND, FLAG_CLSACT, FLAG_LOOKUP_HAS_IFINDEX, FLAG_RELEASING,
+        FLAG_TRACE, MAX_ADDRESSES, PodEntry, Tag,
     },
-    verdict::Counter,
 };
 
 use self::{
     hooks::TcMode,
     object::{DialRule, Object},
-    pins::Pins,
+    pins::{Build, Instance, Pins},
+    store::Store,
+    trie::Compiled,
 };
 use super::{
     Count, Error, Listeners, Marks, PodNetwork, Redirector,
-    maps::{AddressMap, CounterMap, PodMap, TagMap},
+    maps::{PodMap, TagMap},
+    rules::Rules,
 };
 use crate::{
     mesh::pod::PodUid,
@@ -76,51 +81,60 @@ impl Default for Config {
 /// The eBPF backend.
 pub struct Ebpf {
     pins: Pins,
+    build: Build,
     object: Object,
     tc_mode: TcMode,
     tags: Mutex<TagMap>,
-    /// The listeners that each pod's sockmap has been given, by socket cookie. The same socket is never put into its place
-    /// again: kernels differ in what that leaves of the link by which a socket leaves the map when it closes.
-    given: Mutex<HashMap<PodUid, [u64; 3]>>,
+    store: Mutex<Store>,
 }
-
-/// The maps of one pod.
-const MAPS: [&str; 4] = [
-    layout::POD,
-    layout::ADDRESSES,
-    layout::LISTENERS,
-    layout::COUNTERS,
-];
 
 /// What an attachment is made from.
 struct Plan {
     interfaces: Vec<Interface>,
     addresses: Vec<IpAddr>,
     v6: bool,
+    rules: Compiled,
 }
 
 impl Ebpf {
-    /// Opens the backend: mounts the bpffs if needed and tries the programs on this kernel.
+    /// Opens the backend: mounts the bpffs if needed, tries all programs on this kernel, and loads those that all pods share. What is
+    /// left of builds that serve no pod is removed.
     ///
     /// # Errors
     /// A missing right, a kernel without a needed feature, a binary built without eBPF: each says what to do.
     pub fn open(config: &Config) -> Result<Self, Error> {
         object::check_embedded(object::OBJECT)?;
         let pins = Pins::prepare(&config.bpffs_dir)?;
-        let object = Object::open(&pins.shared(), config.force_source_port)?;
+        let build = pins.build(object::build_hash())?;
+        let object = Object::prepare(&pins.shared(), Some(&build), config.force_source_port)?;
+        let mut trial = object.load(0)?;
+        object.load_own(&mut trial)?;
+        object::load_shared(&mut trial)?;
+        for (name, _) in object::SHARED {
+            let path = build.deciders().join(name);
+            let _ = fs::remove_file(&path);
+            pin(&mut trial, name, &path)?;
+        }
+        for other in pins.builds()?.iter().filter(|other| **other != build) {
+            if let Err(error) = other.remove_if_unused() {
+                tracing::warn!(%error, "an older build's maps stay");
+            }
+        }
         let tc_mode = if config.force_clsact || !tcx_supported() {
             TcMode::Clsact
         } else {
             TcMode::Tcx
         };
         let tags = open_map(&pins.shared(), layout::TAGS, TagMap::new)?;
+        let store = Store::open(&build)?;
         tracing::info!(?tc_mode, dial_rule = ?object.dial_rule, "eBPF programs accepted by this kernel");
         Ok(Self {
             pins,
+            build,
             object,
             tc_mode,
             tags: Mutex::new(tags),
-            given: Mutex::default(),
+            store: Mutex::new(store),
         })
     }
 
@@ -167,119 +181,115 @@ impl Ebpf {
         if interfaces.is_empty() {
             return refused("none of its interfaces has an address".to_owned());
         }
+        if pod.rules.items() > Rules::MAX_ITEMS {
+            return refused(format!(
+                "its rules name {} ports and networks; at most {} are supported",
+                pod.rules.items(),
+                Rules::MAX_ITEMS
+            ));
+        }
         let v6 = addresses.iter().any(IpAddr::is_ipv6);
         Ok(Plan {
             interfaces,
             addresses,
             v6,
+            rules: Compiled::of(&pod.rules),
         })
     }
 
     fn entry(&self, pod: &PodNetwork, changed_sysctls: u32) -> PodEntry {
-        let mut flags = 0;
-        if self.object.dial_rule == DialRule::Device {
-            flags |= FLAG_LOOKUP_HAS_IFINDEX;
-        }
-        if self.tc_mode == TcMode::Clsact {
-            flags |= layout::FLAG_CLSACT;
-        }
+        let flag = |on: bool, flag: u32| if on { flag } else { 0 };
         PodEntry {
-            build: self.object.build,
             netns_ino: pod.netns.id().ino,
-            flags,
+            flags: flag(self.object.dial_rule == DialRule::Device, FLAG_LOOKUP_HAS_IFINDEX)
+                | flag(self.tc_mode == TcMode::Clsact, FLAG_CLSACT)
+                | flag(pod.rules.bypass_inbound, FLAG_BYPASS_INBOUND),
             changed_sysctls,
+            ..bytemuck::Zeroable::zeroed()
         }
     }
 
-    /// Takes over the pod's instance if it is of this build and in place; `None` means that there is none to take over.
-    fn adopt(&self, pod: &PodNetwork, plan: &Plan, listeners: Listeners<'_>) -> Result<Option<()>, Error> {
-        let directory = self.pins.pod(&pod.uid);
-        let Ok(mut map) = open_map(&directory, layout::POD, PodMap::new) else {
-            return Ok(None);
-        };
-        let Ok(before) = map.read() else { return Ok(None) };
-        let entry = self.entry(pod, before.changed_sysctls);
-        let comparable = |e: &PodEntry| {
-            (
-                e.build,
-                e.netns_ino,
-                e.flags & (FLAG_LOOKUP_HAS_IFINDEX | layout::FLAG_CLSACT),
-            )
-        };
-        if comparable(&before) != comparable(&entry) {
-            tracing::info!(uid = %pod.uid, ?before, wanted = ?entry, "replacing an instance of another build, kind or namespace");
-            return Ok(None);
+    fn store(&self) -> MutexGuard<'_, Store> {
+        self.store.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes over an instance of the pod's if it is of this build and in place; `false` means that it is not to be taken over.
+    fn adopt(
+        &self,
+        pod: &PodNetwork,
+        plan: &Plan,
+        listeners: Listeners<'_>,
+        instance: &Instance,
+    ) -> Result<bool, Error> {
+        if instance.build != self.build {
+            tracing::info!(uid = %pod.uid, "replacing an instance of another build");
+            return Ok(false);
         }
+        let before = self.store().entry(instance.slot)?;
+        let entry = self.entry(pod, before.changed_sysctls);
+        let comparable = |e: &PodEntry| (e.netns_ino, e.flags & (FLAG_LOOKUP_HAS_IFINDEX | FLAG_CLSACT));
+        if comparable(&before) != comparable(&entry) {
+            tracing::info!(uid = %pod.uid, ?before, wanted = ?entry, "replacing an instance of another kind or namespace");
+            return Ok(false);
+        }
+        let directory = instance.directory();
         let in_place = pod.netns.run(|| {
             plan.interfaces.iter().all(|interface| match self.tc_mode {
                 TcMode::Tcx => hooks::tcx_in_place(&directory, interface),
                 TcMode::Clsact => hooks::filters_in_place(&directory, interface),
             })
         });
-        let pinned = MAPS.iter().all(|name| directory.join(name).exists());
-        if !in_place.unwrap_or(false) || !pinned || !hooks::lookup_in_place(&directory) {
+        if !in_place.unwrap_or(false) || !hooks::lookup_in_place(&directory) {
             tracing::warn!(uid = %pod.uid, "hooks or pins of the capture are gone, or the pod has new interfaces: attaching anew");
-            return Ok(None);
+            return Ok(false);
         }
         let changed = in_netns(&pod.netns, || routes::set_sysctls(plan.v6))?;
         let added = routes_in(&pod.netns, plan.v6)?;
         if changed != 0 || added != 0 {
             tracing::warn!(uid = %pod.uid, added, "rules, routes or sysctls of the capture were gone, and are put back");
         }
-        set_addresses(&directory, plan)?;
-        self.give_listeners(&pod.uid, &directory, listeners)?;
-        let flags = entry.flags | before.flags & FLAG_TRACE;
-        let changed_sysctls = before.changed_sysctls | changed;
-        map.write(PodEntry {
-            flags,
-            changed_sysctls,
+        let mut store = self.store();
+        store.set_addresses(instance.slot, &plan.addresses)?;
+        store.set_listeners(instance.slot, listeners)?;
+        let entry = PodEntry {
+            flags: entry.flags | before.flags & FLAG_TRACE,
+            changed_sysctls: before.changed_sysctls | changed,
             ..entry
-        })
-        .map_err(|error| Error::new("updating the pod's map entry", error))?;
+        };
+        store.set_entry_and_rules(instance.slot, entry, &plan.rules)?;
         tracing::debug!(uid = %pod.uid, "the programs are in place");
-        Ok(Some(()))
+        Ok(true)
     }
 
-    /// Makes a new instance in `directory`; `before` is the entry of the one that it replaces, if that serves the same
-    /// namespace.
+    /// Makes a new instance; `before` is the entry of the one that it replaces, if that serves the same namespace.
     fn install(
         &self,
         pod: &PodNetwork,
         plan: &Plan,
         listeners: Listeners<'_>,
-        directory: &Path,
+        instance: &Instance,
         before: Option<&PodEntry>,
     ) -> Result<(), Error> {
-        let mut ebpf = self.object.load()?;
-        self.object.load_programs(&mut ebpf)?;
-        fs::create_dir(directory)
+        let directory = instance.directory();
+        let mut ebpf = self.object.load(instance.slot)?;
+        self.object.load_own(&mut ebpf)?;
+        fs::create_dir(&directory)
             .map_err(|error| Error::new(format!("making {}", directory.display()), error))?;
-        for name in MAPS {
-            let path = directory.join(name);
-            let failed = format!("pinning {}", path.display());
-            let map = ebpf
-                .map_mut(name)
-                .ok_or_else(|| Error::new(failed.clone(), "no such map in the object"))?;
-            map.pin(&path).map_err(|error| Error::new(failed, error))?;
-        }
         for name in [object::EGRESS, object::INGRESS] {
-            let path = directory.join(name);
-            object::program::<aya::programs::SchedClassifier>(&mut ebpf, name)?
-                .pin(&path)
-                .map_err(|error| Error::new(format!("pinning {}", path.display()), error))?;
+            pin(&mut ebpf, name, &directory.join(name))?;
         }
         // Everything that a packet may need is there before the first is steered.
         let changed = in_netns(&pod.netns, || routes::set_sysctls(plan.v6))?;
         let entry = self.entry(pod, changed | before.map_or(0, |before| before.changed_sysctls));
-        open_map(directory, layout::POD, PodMap::new)?
-            .write(entry)
-            .map_err(|error| Error::new("writing the pod's map entry", error))?;
-        set_addresses(directory, plan)?;
-        self.given().remove(&pod.uid);
-        self.give_listeners(&pod.uid, directory, listeners)?;
+        {
+            let mut store = self.store();
+            store.set_entry_and_rules(instance.slot, entry, &plan.rules)?;
+            store.set_addresses(instance.slot, &plan.addresses)?;
+            store.set_listeners(instance.slot, listeners)?;
+        }
         routes_in(&pod.netns, plan.v6)?;
-        hooks::attach_lookup(&mut ebpf, self.object.dial_rule, &pod.netns)?.keep(directory)?;
-        let filters_before = before.is_some_and(|before| before.has(layout::FLAG_CLSACT));
+        hooks::attach_lookup(&mut ebpf, self.object.dial_rule, &pod.netns)?.keep(&directory)?;
+        let filters_before = before.is_some_and(|before| before.has(FLAG_CLSACT));
         in_netns(&pod.netns, || {
             for interface in &plan.interfaces {
                 let replaced = (filters_before && self.tc_mode == TcMode::Clsact)
@@ -289,64 +299,45 @@ impl Ebpf {
                     Some(hooks) => hooks,
                     None => hooks::attach_tc(&mut ebpf, self.tc_mode, interface)?,
                 };
-                hooks.into_iter().try_for_each(|hook| hook.keep(directory))?;
+                hooks.into_iter().try_for_each(|hook| hook.keep(&directory))?;
             }
             Ok(())
         })
     }
 
-    /// Puts the listeners into the pod's sockmap, unless it has them.
-    fn give_listeners(&self, uid: &PodUid, directory: &Path, listeners: Listeners<'_>) -> Result<(), Error> {
-        let Listeners {
-            outbound,
-            inbound,
-            hbone,
-        } = listeners;
-        let cookie = |listener| {
-            socket::cookie(listener).map_err(|error| Error::new("reading a listener's cookie", error))
-        };
-        let cookies = [cookie(outbound)?, cookie(inbound)?, cookie(hbone)?];
-        if self.given().get(uid) == Some(&cookies) {
-            return Ok(());
+    /// The entry of an instance, of whatever build.
+    fn read_entry(&self, instance: &Instance) -> Option<PodEntry> {
+        if instance.build == self.build {
+            return self.store().entry(instance.slot).ok();
         }
-        let mut map = open_map(directory, layout::LISTENERS, sockmap)?;
-        for (index, listener) in [
-            (Listener::Outbound, outbound),
-            (Listener::Inbound, inbound),
-            (Listener::Hbone, hbone),
-        ] {
-            map.set(index as u32, &listener.as_raw_fd(), 0)
-                .map_err(|error| Error::new(format!("putting the {index:?} listener into its map"), error))?;
-        }
-        self.given().insert(uid.clone(), cookies);
-        Ok(())
+        let map = open_map(&instance.build.maps(), layout::PODS, PodMap::new).ok()?;
+        map.read(instance.slot).ok()
     }
 
-    fn given(&self) -> MutexGuard<'_, HashMap<PodUid, [u64; 3]>> {
-        self.given.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Takes an instance's pins away, the hooks with them, and empties its slot.
+    fn dispose(&self, instance: &Instance) -> Vec<Error> {
+        let mut errors = hooks::unpin(&instance.directory());
+        if instance.build == self.build {
+            errors.extend(self.store().free(instance.slot));
+        }
+        errors
     }
 
-    /// Removes all instances of a pod, and what they changed in its namespace if that is still there.
-    fn remove(&self, uid: &PodUid, netns: Option<&Netns>) -> Vec<Error> {
-        self.given().remove(uid);
-        let directories = [self.pins.pod(uid), self.pins.replaced(uid)];
-        let entries: Vec<_> = directories
+    /// Removes instances of a pod, and what they changed in its namespace if that is still there.
+    fn remove(&self, instances: &[Instance], netns: Option<&Netns>) -> Vec<Error> {
+        let entries: Vec<_> = instances
             .iter()
-            .filter_map(|directory| read_entry(directory))
+            .filter_map(|instance| self.read_entry(instance))
             .collect();
-        let mut errors: Vec<_> = directories
+        let mut errors: Vec<_> = instances
             .iter()
-            .flat_map(|directory| hooks::unpin(directory))
+            .flat_map(|instance| self.dispose(instance))
             .collect();
         let Some(netns) = netns else { return errors };
         let inside = netns.run(|| {
             let mut errors = Vec::new();
             let mine = |entry: &&PodEntry| entry.netns_ino == netns.id().ino;
-            if entries
-                .iter()
-                .filter(mine)
-                .any(|entry| entry.has(layout::FLAG_CLSACT))
-            {
+            if entries.iter().filter(mine).any(|entry| entry.has(FLAG_CLSACT)) {
                 errors.extend(
                     interfaces()
                         .unwrap_or_default()
@@ -391,56 +382,79 @@ impl Redirector for Ebpf {
             self.own_socket(listener)
                 .map_err(|error| Error::new("tagging a listener", error))?;
         }
-        if self.adopt(pod, &plan, listeners)?.is_some() {
+        let earlier = self.pins.of(&pod.uid)?;
+        if let [instance] = earlier.as_slice()
+            && self.adopt(pod, &plan, listeners, instance)?
+        {
             return Ok(());
         }
-        let (directory, replaced) = (self.pins.pod(&pod.uid), self.pins.replaced(&pod.uid));
-        if directory.exists() {
-            report(hooks::unpin(&replaced));
-            fs::rename(&directory, &replaced)
-                .map_err(|error| Error::new(format!("setting {} aside", directory.display()), error))?;
-        }
-        let before = read_entry(&replaced);
-        let same_netns = before.filter(|before| before.netns_ino == pod.netns.id().ino);
-        if let Err(error) = self.install(pod, &plan, listeners, &directory, same_netns.as_ref()) {
+        let same_netns = earlier
+            .iter()
+            .filter_map(|instance| self.read_entry(instance))
+            .find(|before| before.netns_ino == pod.netns.id().ino);
+        let instance = Instance {
+            build: self.build.clone(),
+            slot: self.store().allocate()?,
+            uid: pod.uid.clone(),
+        };
+        if let Err(error) = self.install(pod, &plan, listeners, &instance, same_netns.as_ref()) {
             if same_netns.is_some() {
                 // The earlier instance stays: its pod fails closed.
-                report(hooks::unpin(&directory));
+                report(self.dispose(&instance));
             } else {
-                report(self.remove(&pod.uid, Some(&pod.netns)));
+                report(self.remove(&[instance], Some(&pod.netns)));
             }
             return Err(error);
         }
-        if same_netns.is_some_and(|before| before.has(layout::FLAG_CLSACT)) && self.tc_mode == TcMode::Tcx {
+        if same_netns.is_some_and(|before| before.has(FLAG_CLSACT)) && self.tc_mode == TcMode::Tcx {
             let detached = pod
                 .netns
                 .run(|| plan.interfaces.iter().flat_map(hooks::detach_filters).collect());
             report(detached.unwrap_or_default());
         }
-        report(hooks::unpin(&replaced));
+        report(
+            earlier
+                .iter()
+                .flat_map(|instance| self.dispose(instance))
+                .collect(),
+        );
         Ok(())
     }
 
     fn release(&self, pod: &PodNetwork) -> Result<(), Error> {
-        let failed = |error| Error::new(format!("releasing {}", pod.uid), error);
-        let mut map = open_map(&self.pins.pod(&pod.uid), layout::POD, PodMap::new)?;
-        let mut entry = map.read().map_err(failed)?;
-        entry.flags |= FLAG_RELEASING;
-        map.write(entry).map_err(failed)
+        for instance in self.pins.of(&pod.uid)? {
+            if instance.build == self.build {
+                let mut store = self.store();
+                let mut entry = store.entry(instance.slot)?;
+                entry.flags |= FLAG_RELEASING;
+                store.set_entry(instance.slot, entry)?;
+            }
+        }
+        Ok(())
     }
 
     fn detach(&self, pod: &PodNetwork) -> Result<(), Vec<Error>> {
-        all_or(self.remove(&pod.uid, Some(&pod.netns)))
+        let instances = self.pins.of(&pod.uid).map_err(|error| vec![error])?;
+        all_or(self.remove(&instances, Some(&pod.netns)))
     }
 
     fn forget(&self, uid: &PodUid) -> Result<(), Vec<Error>> {
-        let entry = read_entry(&self.pins.pod(uid)).or_else(|| read_entry(&self.pins.replaced(uid)));
+        let instances = self.pins.of(uid).map_err(|error| vec![error])?;
+        let entry = instances.iter().find_map(|instance| self.read_entry(instance));
         let netns = entry.and_then(|entry| find_netns(entry.netns_ino));
-        all_or(self.remove(uid, netns.as_ref()))
+        all_or(self.remove(&instances, netns.as_ref()))
     }
 
     fn attached(&self) -> Result<Vec<PodUid>, Error> {
-        self.pins.pods()
+        let mut uids: Vec<_> = self
+            .pins
+            .instances()?
+            .into_iter()
+            .map(|instance| instance.uid)
+            .collect();
+        uids.sort_unstable();
+        uids.dedup();
+        Ok(uids)
     }
 
     fn original_dst(&self, connection: BorrowedFd<'_>) -> io::Result<SocketAddr> {
@@ -449,8 +463,9 @@ impl Redirector for Ebpf {
     }
 
     fn counts(&self, uid: &PodUid) -> Result<Vec<Count>, Error> {
-        let map = open_map(&self.pins.pod(uid), layout::COUNTERS, CounterMap::new)?;
-        read_counts(&map)
+        let instances = self.pins.of(uid)?;
+        let own = instances.iter().find(|instance| instance.build == self.build);
+        own.map_or(Ok(Vec::new()), |instance| self.store().counts(instance.slot))
     }
 
     fn own_socket(&self, socket: BorrowedFd<'_>) -> io::Result<()> {
@@ -475,33 +490,10 @@ fn open_map<T>(
         .map_err(|error| Error::new(format!("opening {}", path.display()), error))
 }
 
-fn read_entry(directory: &Path) -> Option<PodEntry> {
-    open_map(directory, layout::POD, PodMap::new).ok()?.read().ok()
-}
-
-fn sockmap(map: MapData) -> Result<SockMap<MapData>, aya::maps::MapError> {
-    SockMap::try_from(aya::maps::Map::SockMap(map))
-}
-
-fn set_addresses(directory: &Path, plan: &Plan) -> Result<(), Error> {
-    open_map(directory, layout::ADDRESSES, AddressMap::new)?
-        .replace(&plan.addresses)
-        .map_err(|error| Error::new("writing the pod's addresses", error))
-}
-
-fn read_counts(map: &CounterMap) -> Result<Vec<Count>, Error> {
-    let read = |counter: Counter| {
-        let (program, verdict) = counter.label();
-        let packets = map
-            .read(counter)
-            .map_err(|error| Error::new("reading a packet counter", error))?;
-        Ok(Count {
-            program: program.as_str(),
-            verdict,
-            packets,
-        })
-    };
-    Counter::ALL.into_iter().map(read).collect()
+fn pin(ebpf: &mut aya::Ebpf, program: &str, path: &Path) -> Result<(), Error> {
+    object::program::<SchedClassifier>(ebpf, program)?
+        .pin(path)
+        .map_err(|error| Error::new(format!("pinning {}", path.display()), error))
 }
 
 fn in_netns<T>(netns: &Netns, f: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {

@@ -1,4 +1,4 @@
-//! The embedded eBPF object: one load makes the programs and maps of one pod.
+//! The embedded eBPF object: loaded once for the programs that all pods share, and once more for each pod's own.
 
 use std::{
     hash::{DefaultHasher, Hash, Hasher},
@@ -9,20 +9,43 @@ use std::{
 
 use aya::{
     Ebpf, EbpfLoader, VerifierLogLevel, include_bytes_aligned,
+    maps::ProgramArray,
     programs::{Program, ProgramError, SchedClassifier, SkLookup},
 };
+use redirector_common::maps::{
+    ADDRESSES, COUNTERS, DECIDERS, Decider, LISTENERS, MAX_PODS, PODS, RULES, SLOT, TAGS,
+};
 
+use super::pins::Build;
 use crate::redirect::Error;
 
 /// The object as embedded: built by `cargo xtask ebpf`, empty in a build without the eBPF toolchain.
 pub static OBJECT: &[u8] = include_bytes_aligned!(concat!(env!("OUT_DIR"), "/redirector.bpf.o"));
 
-/// Name of the TC egress program in the object.
+/// Name of a pod's TC egress program in the object.
 pub const EGRESS: &str = "redir_egress";
-/// Name of the TC ingress program in the object.
+/// Name of a pod's TC ingress program in the object.
 pub const INGRESS: &str = "redir_ingress";
+/// Names of the programs that all pods share, and their places.
+pub const SHARED: [(&str, Decider); 2] = [
+    ("redir_out_decide", Decider::Egress),
+    ("redir_in_decide", Decider::Ingress),
+];
 const LOOKUP: &str = "redir_lookup";
 const LOOKUP_BY_PORT: &str = "redir_lookup_old";
+/// Name of the map of debug records.
+const LOGS: &str = "AYA_LOGS";
+
+/// Numbers that live as long as the loader asks for.
+static SLOTS: [u32; MAX_PODS] = {
+    let mut slots = [0; MAX_PODS];
+    let mut slot = 0;
+    while slot < MAX_PODS {
+        slots[slot] = slot as u32;
+        slot += 1;
+    }
+    slots
+};
 
 /// How the SK_LOOKUP program tells the proxy's own dial to the application.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,30 +69,41 @@ impl DialRule {
 pub(super) struct Object {
     // One loader for all loads: making one reads the kernel's BTF, which takes longer than all else.
     loader: Mutex<EbpfLoader<'static>>,
-    /// Of the bytes of the object: instances of another build are replaced.
-    pub(super) build: u64,
     /// What this kernel can.
     pub(super) dial_rule: DialRule,
 }
 
+/// What tells this build of the object from others: instances of another are replaced.
+pub(super) fn build_hash() -> u64 {
+    let mut hasher = DefaultHasher::new();
+    OBJECT.hash(&mut hasher);
+    hasher.finish()
+}
+
 impl Object {
-    /// Prepares loading with shared maps pinned in `shared`, and tries it once: so a missing right, a kernel without a needed
-    /// feature or an absent object is told at start and not at the first pod.
-    pub(super) fn open(shared: &Path, force_source_port: bool) -> Result<Self, Error> {
+    /// Prepares loading with the maps that the node shares pinned in `shared`, and the others in the directories of `build`, or
+    /// nowhere without one. Tries what this kernel can.
+    pub(super) fn prepare(
+        shared: &Path,
+        build: Option<&Build>,
+        force_source_port: bool,
+    ) -> Result<Self, Error> {
         let mut loader = EbpfLoader::new();
-        loader
-            .map_pin_path("TAGS", shared.join("TAGS"))
-            .map_pin_path("AYA_LOGS", shared.join("AYA_LOGS"));
         loader.verifier_log_level(VerifierLogLevel::STATS);
-        let mut hasher = DefaultHasher::new();
-        OBJECT.hash(&mut hasher);
+        for name in [TAGS, LOGS] {
+            loader.map_pin_path(name, shared.join(name));
+        }
+        for name in [PODS, ADDRESSES, RULES, LISTENERS, COUNTERS, DECIDERS] {
+            if let Some(build) = build {
+                loader.map_pin_path(name, build.maps().join(name));
+            }
+        }
         let mut object = Self {
             loader: Mutex::new(loader),
-            build: hasher.finish(),
             dial_rule: DialRule::SourcePort,
         };
-        let mut trial = object.load()?;
         if !force_source_port {
+            let mut trial = object.load(0)?;
             match lookup(&mut trial, DialRule::Device)?.load() {
                 Ok(()) => object.dial_rule = DialRule::Device,
                 Err(error) => {
@@ -77,36 +111,59 @@ impl Object {
                 }
             }
         }
-        object.load_programs(&mut trial)?;
         Ok(object)
     }
 
-    /// New maps, and programs that are not loaded yet.
-    pub(super) fn load(&self) -> Result<Ebpf, Error> {
+    /// The object for one pod. Its programs are not loaded yet.
+    pub(super) fn load(&self, slot: u32) -> Result<Ebpf, Error> {
         let mut loader = self.loader.lock().unwrap_or_else(PoisonError::into_inner);
+        loader.override_global(SLOT, &SLOTS[slot as usize], true);
         loader
             .load(OBJECT)
             .map_err(|error| Error::new("creating the eBPF maps", with_advice(error)))
     }
 
-    /// Loads the programs into the kernel.
-    pub(super) fn load_programs(&self, ebpf: &mut Ebpf) -> Result<(), Error> {
-        let failed = |program: &str| {
-            let operation = format!("loading the eBPF program {program}");
-            move |error| Error::new(operation, with_advice(error))
-        };
+    /// Loads a pod's own programs into the kernel.
+    pub(super) fn load_own(&self, ebpf: &mut Ebpf) -> Result<(), Error> {
         for name in [EGRESS, INGRESS] {
-            program::<SchedClassifier>(ebpf, name)?
-                .load()
-                .map_err(failed(name))?;
+            load_classifier(ebpf, name)?;
         }
-        let lookup = lookup(ebpf, self.dial_rule)?;
-        match lookup.load() {
-            // The trial load of `open` has left it loaded.
-            Ok(()) | Err(ProgramError::AlreadyLoaded) => Ok(()),
-            Err(error) => Err(failed(self.dial_rule.program())(error)),
-        }
+        let name = self.dial_rule.program();
+        lookup(ebpf, self.dial_rule)?
+            .load()
+            .map_err(|error| Error::new(loading(name), with_advice(error)))
     }
+}
+
+/// Loads the programs that all pods share into the kernel, and puts them where the pods' own go on to. They replace those of an
+/// earlier agent without a gap.
+pub(super) fn load_shared(ebpf: &mut Ebpf) -> Result<(), Error> {
+    for (name, decider) in SHARED {
+        load_classifier(ebpf, name)?;
+        let failed = format!("putting {name} into {DECIDERS}");
+        let program = program::<SchedClassifier>(ebpf, name)?;
+        let fd = program
+            .fd()
+            .and_then(|fd| fd.try_clone().map_err(ProgramError::IOError))
+            .map_err(|error| Error::new(failed.clone(), error))?;
+        let map = ebpf
+            .map_mut(DECIDERS)
+            .ok_or_else(|| Error::new(failed.clone(), "no such map in the object"))?;
+        ProgramArray::try_from(map)
+            .and_then(|mut map| map.set(decider as u32, &fd, 0))
+            .map_err(|error| Error::new(failed, error))?;
+    }
+    Ok(())
+}
+
+fn load_classifier(ebpf: &mut Ebpf, name: &str) -> Result<(), Error> {
+    program::<SchedClassifier>(ebpf, name)?
+        .load()
+        .map_err(|error| Error::new(loading(name), with_advice(error)))
+}
+
+fn loading(program: &str) -> String {
+    format!("loading the eBPF program {program}")
 }
 
 /// Refuses to go on with an `object` that a build without the eBPF toolchain has left empty.

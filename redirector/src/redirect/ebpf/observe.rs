@@ -5,17 +5,21 @@ use std::sync::Arc;
 use redirector_common::maps::{self as layout, FLAG_LOOKUP_HAS_IFINDEX, FLAG_OBSERVE, PodEntry};
 
 use super::{
-    CounterMap, DialRule, Ebpf,
+    DialRule, Ebpf, Object,
     hooks::{self, Hook},
-    in_netns, read_counts,
+    in_netns, object,
+    store::{address_key, read_counts},
 };
 use crate::{
     redirect::{
         Count, Error, PodNetwork,
-        maps::{AddressMap, PodMap},
+        maps::{AddressMap, CounterMap, PodMap},
     },
     sys::netns::Netns,
 };
+
+/// The only slot in an observation's maps.
+const SLOT: u32 = 0;
 
 /// Programs that observe a namespace for as long as this value lives. Nothing is pinned.
 pub struct Observation {
@@ -29,7 +33,7 @@ pub struct Observation {
 impl Observation {
     /// What has been counted so far.
     pub fn counts(&self) -> Result<Vec<Count>, Error> {
-        read_counts(&self.counters)
+        read_counts(&self.counters, SLOT)
     }
 
     /// The interfaces that are observed.
@@ -55,8 +59,12 @@ impl Ebpf {
     /// Those of an attachment.
     pub fn observe(&self, pod: &PodNetwork) -> Result<Observation, Error> {
         let plan = Self::plan(pod)?;
-        let mut ebpf = self.object.load()?;
-        self.object.load_programs(&mut ebpf)?;
+        // Maps of its own: nothing that serves pods is touched.
+        let force_source_port = self.object.dial_rule == DialRule::SourcePort;
+        let object = Object::prepare(&self.pins.shared(), None, force_source_port)?;
+        let mut ebpf = object.load(SLOT)?;
+        object.load_own(&mut ebpf)?;
+        object::load_shared(&mut ebpf)?;
         let mut map = |name: &str| {
             let missing = || Error::new(format!("finding the map {name}"), "not in the object");
             match ebpf.take_map(name).ok_or_else(missing)? {
@@ -68,24 +76,28 @@ impl Ebpf {
         };
         let failed = |error| Error::new("filling the pod's maps", error);
         let flags = FLAG_OBSERVE
-            | if self.object.dial_rule == DialRule::Device {
+            | if object.dial_rule == DialRule::Device {
                 FLAG_LOOKUP_HAS_IFINDEX
             } else {
                 0
             };
-        PodMap::new(map(layout::POD)?)
+        PodMap::new(map(layout::PODS)?)
             .and_then(|mut pod| {
-                pod.write(PodEntry {
+                let entry = PodEntry {
                     flags,
                     ..bytemuck::Zeroable::zeroed()
-                })
+                };
+                pod.write(SLOT, entry)
             })
             .map_err(failed)?;
         AddressMap::new(map(layout::ADDRESSES)?)
-            .and_then(|mut addresses| addresses.replace(&plan.addresses))
+            .and_then(|mut addresses| {
+                let mut all = plan.addresses.iter();
+                all.try_for_each(|address| addresses.insert(address_key(SLOT, *address)))
+            })
             .map_err(failed)?;
         let counters = CounterMap::new(map(layout::COUNTERS)?).map_err(failed)?;
-        let lookup = hooks::attach_lookup(&mut ebpf, self.object.dial_rule, &pod.netns)?;
+        let lookup = hooks::attach_lookup(&mut ebpf, object.dial_rule, &pod.netns)?;
         // From here on, a failure drops what is attached as the end of an observation does.
         let mut observation = Observation {
             counters,

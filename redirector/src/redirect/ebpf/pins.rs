@@ -1,9 +1,10 @@
 //! Where programs, maps and links are pinned, so that they outlive the agent:
 //!
 //! ```text
-//! <bpffs>/shared/TAGS, AYA_LOGS        one of each per node
-//! <bpffs>/pods/<uid>/                  the instance that serves a pod
-//! <bpffs>/replaced/<uid>/              an instance of another build, until its successor is in place
+//! <bpffs>/shared/TAGS, AYA_LOGS             one of each per node
+//! <bpffs>/builds/<build>/maps/              the maps of a build of the object, for all pods
+//! <bpffs>/builds/<build>/deciders/          the programs that all pods share
+//! <bpffs>/builds/<build>/pods/<slot>-<uid>/ a pod's own programs and their links
 //! ```
 //!
 //! Names in a bpffs may hold no dot, so a UID's dots are written as `+`, which no UID has.
@@ -17,6 +18,7 @@ use nix::{
     mount::{MsFlags, mount},
     sys::statfs::{BPF_FS_MAGIC, statfs},
 };
+use redirector_common::maps::MAX_PODS;
 
 use crate::{mesh::pod::PodUid, redirect::Error};
 
@@ -27,6 +29,21 @@ const BPFFS: &str = "/sys/fs/bpf";
 #[derive(Debug, Clone)]
 pub(crate) struct Pins {
     root: PathBuf,
+}
+
+/// The directories of one build of the object.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Build(PathBuf);
+
+/// A pod's own programs, and what holds them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Instance {
+    /// The build that it is of.
+    pub(crate) build: Build,
+    /// Where the maps of the build keep what is the pod's.
+    pub(crate) slot: u32,
+    /// Whose.
+    pub(crate) uid: PodUid,
 }
 
 impl Pins {
@@ -54,12 +71,8 @@ impl Pins {
                 })?;
             }
         }
-        let pins = Self {
-            root: root.to_owned(),
-        };
-        for directory in [pins.shared(), pins.root.join("pods"), pins.root.join("replaced")] {
-            fs::create_dir_all(&directory).map_err(failed(format!("making {}", directory.display())))?;
-        }
+        let pins = Self::existing(root);
+        make(&[&pins.shared(), &root.join("builds")])?;
         Ok(pins)
     }
 
@@ -70,44 +83,129 @@ impl Pins {
         }
     }
 
-    /// What all pods share.
+    /// What all pods share, whatever build serves them.
     pub(crate) fn shared(&self) -> PathBuf {
         self.root.join("shared")
     }
 
-    /// The pod's instance.
-    pub(crate) fn pod(&self, uid: &PodUid) -> PathBuf {
-        self.root.join("pods").join(encode(uid))
+    /// The directories of a build, made if need be.
+    pub(crate) fn build(&self, hash: u64) -> Result<Build, Error> {
+        let build = Build(self.root.join("builds").join(format!("{hash:016x}")));
+        make(&[&build.maps(), &build.deciders(), &build.pods()])?;
+        Ok(build)
     }
 
-    /// The pod's earlier instance.
-    pub(crate) fn replaced(&self, uid: &PodUid) -> PathBuf {
-        self.root.join("replaced").join(encode(uid))
+    /// All builds that something is pinned for.
+    pub(crate) fn builds(&self) -> Result<Vec<Build>, Error> {
+        let names = list(&self.root.join("builds"))?;
+        Ok(names
+            .iter()
+            .map(|name| Build(self.root.join("builds").join(name)))
+            .collect())
     }
 
-    /// The pods that have an instance, or an earlier one.
-    pub(crate) fn pods(&self) -> Result<Vec<PodUid>, Error> {
-        let mut uids = Vec::new();
-        for directory in ["pods", "replaced"] {
-            let path = self.root.join(directory);
-            let failed = |error| Error::new(format!("listing {}", path.display()), error);
-            for entry in fs::read_dir(&path).map_err(failed)? {
-                let name = entry.map_err(failed)?.file_name();
-                match name.to_string_lossy().replace('+', ".").parse::<PodUid>() {
-                    Ok(uid) if !uids.contains(&uid) => uids.push(uid),
-                    Ok(_) => {}
-                    Err(error) => {
-                        tracing::warn!(path = %path.display(), ?name, %error, "not a pod's directory")
-                    }
-                }
-            }
+    /// What there is for all pods, of all builds.
+    pub(crate) fn instances(&self) -> Result<Vec<Instance>, Error> {
+        let mut instances = Vec::new();
+        for build in self.builds()? {
+            instances.extend(build.instances()?);
         }
-        Ok(uids)
+        Ok(instances)
+    }
+
+    /// What there is for one pod, of all builds.
+    pub(crate) fn of(&self, uid: &PodUid) -> Result<Vec<Instance>, Error> {
+        let mut instances = self.instances()?;
+        instances.retain(|instance| instance.uid == *uid);
+        Ok(instances)
     }
 }
 
-fn encode(uid: &PodUid) -> String {
-    uid.as_str().replace('.', "+")
+impl Build {
+    /// Its maps.
+    pub(crate) fn maps(&self) -> PathBuf {
+        self.0.join("maps")
+    }
+
+    /// The programs that its pods share.
+    pub(crate) fn deciders(&self) -> PathBuf {
+        self.0.join("deciders")
+    }
+
+    fn pods(&self) -> PathBuf {
+        self.0.join("pods")
+    }
+
+    /// What there is for its pods.
+    pub(crate) fn instances(&self) -> Result<Vec<Instance>, Error> {
+        let mut instances = Vec::new();
+        for name in list(&self.pods())? {
+            match self.parse(&name) {
+                Some(instance) => instances.push(instance),
+                None => {
+                    tracing::warn!(path = %self.pods().display(), name, "not the directory of a pod")
+                }
+            }
+        }
+        Ok(instances)
+    }
+
+    fn parse(&self, name: &str) -> Option<Instance> {
+        let (slot, uid) = name.split_once('-')?;
+        Some(Instance {
+            build: self.clone(),
+            slot: slot.parse().ok().filter(|slot| (*slot as usize) < MAX_PODS)?,
+            uid: uid.replace('+', ".").parse().ok()?,
+        })
+    }
+
+    /// Removes all of it, unless there are pods.
+    pub(crate) fn remove_if_unused(&self) -> Result<(), Error> {
+        if !self.instances()?.is_empty() {
+            return Ok(());
+        }
+        let failed = |error| Error::new(format!("removing {}", self.0.display()), error);
+        for directory in [self.pods(), self.deciders(), self.maps()] {
+            for name in list(&directory)? {
+                fs::remove_file(directory.join(name)).map_err(failed)?;
+            }
+            fs::remove_dir(&directory).map_err(failed)?;
+        }
+        fs::remove_dir(&self.0).map_err(failed)
+    }
+}
+
+impl Instance {
+    /// Where it is pinned.
+    pub(crate) fn directory(&self) -> PathBuf {
+        let uid = self.uid.as_str().replace('.', "+");
+        self.build.pods().join(format!("{}-{uid}", self.slot))
+    }
+}
+
+fn make(directories: &[&Path]) -> Result<(), Error> {
+    for directory in directories {
+        fs::create_dir_all(directory)
+            .map_err(|error| Error::new(format!("making {}", directory.display()), error))?;
+    }
+    Ok(())
+}
+
+/// The names in a directory; none if it is not there.
+fn list(directory: &Path) -> Result<Vec<String>, Error> {
+    let failed = |error| Error::new(format!("listing {}", directory.display()), error);
+    let entries = match fs::read_dir(directory) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) => return Err(failed(error)),
+    };
+    entries
+        .map(|entry| {
+            entry
+                .map(|entry| entry.file_name().to_string_lossy().into_owned())
+                .map_err(failed)
+        })
+        .collect()
 }
 
 /// Whether `path`, or its nearest ancestor that exists, is on a bpffs.
@@ -116,4 +214,44 @@ fn on_bpffs(path: &Path) -> bool {
         .find(|ancestor| ancestor.exists())
         .and_then(|ancestor| statfs(ancestor).ok())
         .is_some_and(|found| found.filesystem_type() == BPF_FS_MAGIC)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_instance_is_found_by_its_directory() {
+        let root = tempfile::tempdir().unwrap();
+        let pins = Pins::existing(root.path());
+        let build = pins.build(0xabc).unwrap();
+        let instance = |slot: u32, uid: &str| Instance {
+            build: build.clone(),
+            slot,
+            uid: uid.parse().unwrap(),
+        };
+        let made = [instance(7, "7bdb-1"), instance(1023, "shop_web.0")];
+        for instance in &made {
+            fs::create_dir(instance.directory()).unwrap();
+        }
+        for strange in ["x-y", "1024-a", "-1-a", "5"] {
+            fs::create_dir(build.pods().join(strange)).unwrap();
+        }
+        let mut found = pins.instances().unwrap();
+        found.sort_by_key(|instance| instance.slot);
+        assert_eq!(found, made);
+        assert_eq!(pins.of(&made[1].uid).unwrap(), made[1..]);
+        build.remove_if_unused().unwrap();
+        assert_eq!(pins.builds().unwrap(), [build]);
+    }
+
+    #[test]
+    fn a_build_without_pods_is_removed() {
+        let root = tempfile::tempdir().unwrap();
+        let pins = Pins::existing(root.path());
+        let build = pins.build(1).unwrap();
+        fs::write(build.maps().join("PODS"), "").unwrap();
+        build.remove_if_unused().unwrap();
+        assert_eq!(pins.builds().unwrap(), []);
+    }
 }

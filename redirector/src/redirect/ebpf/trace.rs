@@ -6,12 +6,18 @@ use aya::programs::SchedClassifier;
 use aya_log::EbpfLogger;
 use redirector_common::maps::{self as layout, FLAG_TRACE};
 
-use super::{PodMap, object, open_map, pins::Pins};
-use crate::{mesh::pod::PodUid, redirect::Error};
+use super::{
+    object, open_map,
+    pins::{Instance, Pins},
+};
+use crate::{
+    mesh::pod::PodUid,
+    redirect::{Error, maps::PodMap},
+};
 
 /// Tracing of some pods; it ends with this value.
 pub struct Trace {
-    pods: Vec<PodMap>,
+    pods: Vec<(PodMap, u32)>,
     logger: EbpfLogger<&'static dyn log::Log>,
 }
 
@@ -25,33 +31,30 @@ impl Trace {
         uid: Option<&PodUid>,
         logger: &'static dyn log::Log,
     ) -> Result<Self, Error> {
-        let pins = Pins::existing(bpffs_dir);
-        let uids = match uid {
-            Some(uid) => vec![uid.clone()],
-            None => pins.pods()?,
-        };
-        let first = uids.first().ok_or_else(|| {
-            Error::new(
+        let mut instances = Pins::existing(bpffs_dir).instances()?;
+        instances.retain(|instance| uid.is_none_or(|uid| instance.uid == *uid));
+        let Some(Instance { build, .. }) = instances.first() else {
+            let which = uid.map_or("no pod".to_owned(), |uid| format!("no pod with UID {uid}"));
+            return Err(Error::new(
                 format!("tracing the pods of {}", bpffs_dir.display()),
-                "no pod is attached there",
-            )
-        })?;
-        let program = pins.pod(first).join(object::EGRESS);
+                format!("{which} is attached there"),
+            ));
+        };
+        let program = build.deciders().join(object::SHARED[0].0);
         let id = SchedClassifier::from_pin(&program)
             .and_then(|program| program.info())
             .map_err(|error| Error::new(format!("opening {}", program.display()), error))?
             .id();
-        // All instances write to one ring, so any program leads to it.
+        // All write to one ring, so any program leads to it.
         let logger = EbpfLogger::init_from_id_with_logger(id, logger)
             .map_err(|error| Error::new("opening the debug ring", error))?;
         let mut trace = Self {
             pods: Vec::new(),
             logger,
         };
-        for uid in &uids {
-            trace
-                .pods
-                .push(open_map(&pins.pod(uid), layout::POD, PodMap::new)?);
+        for Instance { build, slot, .. } in &instances {
+            let map = open_map(&build.maps(), layout::PODS, PodMap::new)?;
+            trace.pods.push((map, *slot));
         }
         trace.switch(true)?;
         Ok(trace)
@@ -68,14 +71,14 @@ impl Trace {
     }
 
     fn switch(&mut self, on: bool) -> Result<(), Error> {
-        for map in &mut self.pods {
-            let result = map.read().and_then(|mut entry| {
+        for (map, slot) in &mut self.pods {
+            let result = map.read(*slot).and_then(|mut entry| {
                 entry.flags = if on {
                     entry.flags | FLAG_TRACE
                 } else {
                     entry.flags & !FLAG_TRACE
                 };
-                map.write(entry)
+                map.write(*slot, entry)
             });
             result.map_err(|error| Error::new("switching the trace flag", error))?;
         }

@@ -1,0 +1,160 @@
+//! The programs that decide: loaded once for all pods, and reached by tail call from each pod's own. A parser of headers takes the
+//! verifier tens of milliseconds, which no pod should wait for.
+
+use aya_ebpf::{macros::classifier, programs::TcContext};
+use aya_log_ebpf::debug;
+use redirector_common::{
+    consts::{MARK_MASK, MARK_PROXY},
+    maps::{FLAG_OBSERVE, FLAG_TRACE, Tag},
+    packet::{self, Parsed, TcpMeta},
+    verdict::{self, Counter, Egress, Ingress, Sender},
+};
+
+use crate::{
+    packet::Skb,
+    pod::Pod,
+    stats::count,
+    steer::{self, DROP, NEXT},
+    tags,
+};
+
+/// A packet that a pod sends, and whose socket has no tag.
+#[classifier]
+pub fn redir_out_decide(ctx: TcContext) -> i32 {
+    let Some(pod) = Pod::of(&ctx) else {
+        return DROP;
+    };
+    let sender = tags::sender(&ctx);
+    let verdict = untagged(&ctx, sender, pod);
+    act_on_egress(&ctx, sender, pod, verdict)
+}
+
+#[inline(always)]
+fn untagged(ctx: &TcContext, sender: tags::SenderSocket, pod: Pod) -> Egress {
+    let skb = Skb(ctx);
+    let parsed = packet::parse(&skb);
+    let who = Sender {
+        has_socket: !sender.is_null(),
+        has_proxy_mark: skb.mark() & MARK_MASK == MARK_PROXY.0,
+    };
+    let verdict = verdict::egress(&parsed, who, pod.entry, &pod);
+    // By reference, and no tuple of options anywhere: a kernel before 5.10.222 or 6.1.100 refuses to read the padding and the unset
+    // halves that such moves copy.
+    match (verdict, &parsed) {
+        (Egress::AskSocketTable, Parsed::Tcp(tcp)) => {
+            verdict::egress_by_socket_table(steer::far_end_is_here(ctx, tcp))
+        }
+        (Egress::Capture, Parsed::Tcp(tcp)) => {
+            if pod.entry.has(FLAG_TRACE) {
+                trace_capture(ctx, tcp);
+            }
+            verdict
+        }
+        _ => verdict,
+    }
+}
+
+/// Out of line: formatting takes more instructions than all else.
+#[inline(never)]
+fn trace_capture(ctx: &TcContext, tcp: &TcpMeta) {
+    let (source_port, destination_port) = (tcp.source_port, tcp.destination_port);
+    if tcp.v4 {
+        let (source, destination) = (u32::from_be(tcp.source.0[3]), u32::from_be(tcp.destination.0[3]));
+        debug!(
+            ctx,
+            "captured {:i}:{} to {:i}:{}", source, source_port, destination, destination_port
+        );
+    } else {
+        let (source, destination) = (tcp.source.to_bytes(), tcp.destination.to_bytes());
+        debug!(
+            ctx,
+            "captured [{:i}]:{} to [{:i}]:{}", source, source_port, destination, destination_port
+        );
+    }
+}
+
+#[inline(always)]
+fn act_on_egress(ctx: &TcContext, sender: tags::SenderSocket, pod: Pod, verdict: Egress) -> i32 {
+    let observe = pod.entry.has(FLAG_OBSERVE);
+    match verdict {
+        Egress::Pass(counter) => {
+            count(pod.slot, counter);
+            NEXT
+        }
+        Egress::Drop(counter) => {
+            count(pod.slot, counter);
+            if observe { NEXT } else { DROP }
+        }
+        Egress::TurnBack(counter) => {
+            count(pod.slot, counter);
+            if observe { NEXT } else { steer::turn_back(ctx) }
+        }
+        Egress::Capture if observe => {
+            count(pod.slot, Counter::EgressCaptured);
+            NEXT
+        }
+        Egress::Capture => {
+            // Fail closed, and fast: without the proxy the connection is refused, not lost, and never let out; nor is one whose
+            // later packets could not be told (the socket's option memory is full).
+            if !steer::outbound_listener_exists(pod) || !tags::set(sender, Tag::Captured) {
+                count(pod.slot, Counter::EgressRefused);
+                return steer::refuse(ctx);
+            }
+            count(pod.slot, Counter::EgressCaptured);
+            steer::turn_back(ctx)
+        }
+        Egress::Refuse(counter) => {
+            count(pod.slot, counter);
+            if observe { NEXT } else { steer::refuse(ctx) }
+        }
+        // `untagged` has answered it; a packet that is no TCP has no such verdict.
+        Egress::AskSocketTable => NEXT,
+    }
+}
+
+/// A packet that arrives at a pod.
+#[classifier]
+pub fn redir_in_decide(ctx: TcContext) -> i32 {
+    let Some(pod) = Pod::of(&ctx) else {
+        return DROP;
+    };
+    let skb = Skb(&ctx);
+    let parsed = packet::parse(&skb);
+    let observe = pod.entry.has(FLAG_OBSERVE);
+    // By reference, as in `untagged`.
+    let verdict = match (verdict::ingress(&parsed, pod.entry, &pod), &parsed) {
+        (Ingress::AskSocketTable, Parsed::Tcp(tcp)) => {
+            verdict::ingress_by_socket_table(steer::dialled_just_now(&ctx, tcp), pod.entry)
+        }
+        (verdict, _) => verdict,
+    };
+    match verdict {
+        Ingress::Pass(counter) => {
+            count(pod.slot, counter);
+            NEXT
+        }
+        Ingress::Drop(counter) => {
+            count(pod.slot, counter);
+            if observe { NEXT } else { DROP }
+        }
+        Ingress::Refuse(counter) => {
+            count(pod.slot, counter);
+            if observe { NEXT } else { steer::refuse(&ctx) }
+        }
+        // `ingress_by_socket_table` has answered it.
+        Ingress::AskSocketTable => NEXT,
+        Ingress::AssignInbound if observe => {
+            count(pod.slot, Counter::IngressAssigned);
+            NEXT
+        }
+        Ingress::AssignInbound => {
+            if steer::assign_inbound(&ctx, pod) {
+                count(pod.slot, Counter::IngressAssigned);
+                NEXT
+            } else {
+                count(pod.slot, Counter::IngressRefused);
+                steer::refuse(&ctx)
+            }
+        }
+    }
+}

@@ -1,0 +1,296 @@
+//! The maps of this build, and the pods' slots in them. What a pod has is keyed by its slot; slots are given out in turn, so that one
+//! is not used again while the kernel still puts its last pod's programs away.
+
+use std::{
+    collections::{BTreeSet, HashMap},
+    net::IpAddr,
+    os::fd::{AsRawFd, BorrowedFd},
+};
+
+use aya::maps::{MapData, MapError, SockMap};
+use redirector_common::{
+    maps::{
+        self as layout, AddressKey, FLAG_RELEASING, Listener, MAX_PODS, PodEntry, RULE_KEY_PREFIX, RuleKey,
+        listener_index,
+    },
+    net::Addr,
+    rules::{self, GENERATION},
+    verdict::Counter,
+};
+
+use super::{
+    open_map,
+    pins::Build,
+    trie::{Compiled, Prefix},
+};
+use crate::{
+    redirect::{
+        Count, Error, Listeners,
+        maps::{AddressMap, CounterMap, PodMap, RuleMap},
+    },
+    sys::socket,
+};
+
+/// The maps, and who has which slot.
+pub(super) struct Store {
+    pods: PodMap,
+    addresses: AddressMap,
+    rules: RuleMap,
+    listeners: SockMap<MapData>,
+    counters: CounterMap,
+    slots: HashMap<u32, Held>,
+    last: u32,
+}
+
+/// What a slot holds, as far as this agent knows: what an earlier one wrote is read back where it matters.
+#[derive(Default)]
+struct Held {
+    addresses: BTreeSet<IpAddr>,
+    rules: Option<Compiled>,
+    /// Keys in the trie, of whatever generation.
+    keys: Vec<(u32, RuleKey)>,
+    /// The listeners that the slot has been given, by socket cookie. The same socket is never put into its place again: kernels
+    /// differ in what that leaves of the link by which a socket leaves the map when it closes.
+    listeners: Option<[u64; 3]>,
+}
+
+impl Store {
+    /// Opens the maps; what they hold for slots that have no pod is removed.
+    pub(super) fn open(build: &Build) -> Result<Self, Error> {
+        let maps = build.maps();
+        let mut store = Self {
+            pods: open_map(&maps, layout::PODS, PodMap::new)?,
+            addresses: open_map(&maps, layout::ADDRESSES, AddressMap::new)?,
+            rules: open_map(&maps, layout::RULES, RuleMap::new)?,
+            listeners: open_map(&maps, layout::LISTENERS, |map| {
+                SockMap::try_from(aya::maps::Map::SockMap(map))
+            })?,
+            counters: open_map(&maps, layout::COUNTERS, CounterMap::new)?,
+            slots: HashMap::new(),
+            last: 0,
+        };
+        for instance in build.instances()? {
+            store.slots.insert(instance.slot, Held::default());
+            store.last = store.last.max(instance.slot);
+        }
+        let failed = |error| Error::new("reading the pods' maps", error);
+        let mut stale = (Vec::new(), Vec::new());
+        for key in store.addresses.keys().map_err(failed)? {
+            match store.slots.get_mut(&key.slot) {
+                Some(held) => {
+                    held.addresses.insert(key.address.into());
+                }
+                None => stale.0.push(key),
+            }
+        }
+        for (length, key) in store.rules.keys().map_err(failed)? {
+            match store.slots.get_mut(&key.slot) {
+                Some(held) => held.keys.push((length, key)),
+                None => stale.1.push((length, key)),
+            }
+        }
+        for key in stale.0 {
+            store.addresses.remove(key).map_err(failed)?;
+        }
+        for (length, key) in stale.1 {
+            store.rules.remove(length, key).map_err(failed)?;
+        }
+        Ok(store)
+    }
+
+    /// A slot for a new pod.
+    pub(super) fn allocate(&mut self) -> Result<u32, Error> {
+        let max = MAX_PODS as u32;
+        let free = (1..=max)
+            .map(|step| (self.last + step) % max)
+            .find(|slot| !self.slots.contains_key(slot));
+        let slot = free.ok_or_else(|| {
+            Error::new(
+                "enrolling one more pod",
+                format!("a node may have {MAX_PODS} enrolled pods, and has them: release some"),
+            )
+        })?;
+        self.counters
+            .clear(slot)
+            .map_err(|error| Error::new("clearing the pod's packet counters", error))?;
+        self.slots.insert(slot, Held::default());
+        self.last = slot;
+        Ok(slot)
+    }
+
+    /// Empties a slot. Goes on after a failure and reports every one.
+    pub(super) fn free(&mut self, slot: u32) -> Vec<Error> {
+        let Some(held) = self.slots.remove(&slot) else {
+            return Vec::new();
+        };
+        let mut errors = Vec::new();
+        let mut note = |result: Result<(), MapError>| {
+            errors.extend(
+                result
+                    .err()
+                    .map(|error| Error::new("removing a pod from the maps", error)),
+            );
+        };
+        // The pod's programs may see some last packets: those pass.
+        note(self.pods.write(
+            slot,
+            PodEntry {
+                flags: FLAG_RELEASING,
+                ..bytemuck::Zeroable::zeroed()
+            },
+        ));
+        for address in held.addresses {
+            note(self.addresses.remove(address_key(slot, address)));
+        }
+        for (length, key) in held.keys {
+            note(self.rules.remove(length, key));
+        }
+        // Listeners leave the map as they close; those of an agent that lives on are taken out.
+        for listener in [Listener::Outbound, Listener::Inbound, Listener::Hbone] {
+            let _ = self.listeners.clear_index(&listener_index(slot, listener));
+        }
+        errors
+    }
+
+    /// A pod's entry.
+    pub(super) fn entry(&self, slot: u32) -> Result<PodEntry, Error> {
+        let entry = self.pods.read(slot);
+        entry.map_err(|error| Error::new("reading the pod's map entry", error))
+    }
+
+    /// Replaces a pod's entry; its rules stay as they are.
+    pub(super) fn set_entry(&mut self, slot: u32, entry: PodEntry) -> Result<(), Error> {
+        let rules = self.entry(slot)?.rules;
+        self.write(slot, PodEntry { rules, ..entry })
+    }
+
+    fn write(&mut self, slot: u32, entry: PodEntry) -> Result<(), Error> {
+        let written = self.pods.write(slot, entry);
+        written.map_err(|error| Error::new("writing the pod's map entry", error))
+    }
+
+    /// Makes a pod have exactly these addresses: adds first, so that none is missing in between.
+    pub(super) fn set_addresses(&mut self, slot: u32, addresses: &[IpAddr]) -> Result<(), Error> {
+        let failed = |error| Error::new("writing the pod's addresses", error);
+        let wanted: BTreeSet<_> = addresses.iter().copied().collect();
+        let held = self.slots.entry(slot).or_default();
+        for address in wanted.difference(&held.addresses) {
+            self.addresses
+                .insert(address_key(slot, *address))
+                .map_err(failed)?;
+        }
+        for address in held.addresses.difference(&wanted) {
+            self.addresses
+                .remove(address_key(slot, *address))
+                .map_err(failed)?;
+        }
+        held.addresses = wanted;
+        Ok(())
+    }
+
+    /// Puts rules in force: the new ones are made beside the old, and one write of the entry changes over. `entry` is the pod's as it
+    /// should be then.
+    pub(super) fn set_entry_and_rules(
+        &mut self,
+        slot: u32,
+        entry: PodEntry,
+        wanted: &Compiled,
+    ) -> Result<(), Error> {
+        let before = self.entry(slot)?.rules;
+        let held = self.slots.entry(slot).or_default();
+        if held.rules.as_ref() == Some(wanted) {
+            return self.set_entry(slot, entry);
+        }
+        let failed = |error| Error::new("writing the pod's rules", error);
+        let rules = wanted.bits | (before & GENERATION ^ GENERATION);
+        let mut added = Vec::new();
+        for (prefix, what) in &wanted.entries {
+            let (length, key) = rule_key(slot, rules::generation(rules), prefix);
+            added.push((length, key));
+            if let Err(error) = self.rules.insert(length, key, *what) {
+                held.keys.extend(added);
+                return Err(failed(error));
+            }
+        }
+        let old = std::mem::replace(&mut held.keys, added);
+        held.rules = Some(wanted.clone());
+        self.write(slot, PodEntry { rules, ..entry })?;
+        let Some(held) = self.slots.get_mut(&slot) else {
+            return Ok(());
+        };
+        for (length, key) in old
+            .into_iter()
+            .filter(|key| !held.keys.contains(key))
+            .collect::<Vec<_>>()
+        {
+            self.rules.remove(length, key).map_err(failed)?;
+        }
+        Ok(())
+    }
+
+    /// Puts the listeners into the pod's places of the sockmap, unless they are there.
+    pub(super) fn set_listeners(&mut self, slot: u32, listeners: Listeners<'_>) -> Result<(), Error> {
+        let places = [
+            (Listener::Outbound, listeners.outbound),
+            (Listener::Inbound, listeners.inbound),
+            (Listener::Hbone, listeners.hbone),
+        ];
+        let cookie = |(_, listener): (Listener, BorrowedFd<'_>)| {
+            socket::cookie(listener).map_err(|error| Error::new("reading a listener's cookie", error))
+        };
+        let cookies = [cookie(places[0])?, cookie(places[1])?, cookie(places[2])?];
+        let held = self.slots.entry(slot).or_default();
+        if held.listeners == Some(cookies) {
+            return Ok(());
+        }
+        for (listener, socket) in places {
+            self.listeners
+                .set(listener_index(slot, listener), &socket.as_raw_fd(), 0)
+                .map_err(|error| {
+                    Error::new(format!("putting the {listener:?} listener into its map"), error)
+                })?;
+        }
+        held.listeners = Some(cookies);
+        Ok(())
+    }
+
+    /// What a pod's programs have counted.
+    pub(super) fn counts(&self, slot: u32) -> Result<Vec<Count>, Error> {
+        read_counts(&self.counters, slot)
+    }
+}
+
+/// What is counted in a slot of a map.
+pub(super) fn read_counts(counters: &CounterMap, slot: u32) -> Result<Vec<Count>, Error> {
+    let read = |counter: Counter| {
+        let (program, verdict) = counter.label();
+        let packets = counters
+            .read(slot, counter)
+            .map_err(|error| Error::new("reading a packet counter", error))?;
+        Ok(Count {
+            program: program.as_str(),
+            verdict,
+            packets,
+        })
+    };
+    Counter::ALL.into_iter().map(read).collect()
+}
+
+/// The key of an address in the map.
+pub(super) fn address_key(slot: u32, address: IpAddr) -> AddressKey {
+    AddressKey {
+        slot,
+        address: Addr::from(address),
+    }
+}
+
+fn rule_key(slot: u32, generation: u8, prefix: &Prefix) -> (u32, RuleKey) {
+    let key = RuleKey {
+        slot,
+        subject: prefix.subject,
+        generation,
+        zero: [0; 2],
+        value: prefix.value,
+    };
+    (RULE_KEY_PREFIX + prefix.length, key)
+}
