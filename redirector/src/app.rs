@@ -42,7 +42,9 @@ use crate::{
         launch::PodProxies,
         lifecycle::{self, Lifecycle},
         records::{self, Records},
-        restore, status, zds,
+        restore,
+        rules::{self, NodeRules, RulesFile},
+        status, zds,
     },
     proxy::{self, Shared},
     redirect::{self, Redirector, ebpf, none::NoRedirect},
@@ -120,6 +122,9 @@ pub enum Error {
     /// The development CA.
     #[error("cannot use the development CA")]
     DevCa(#[source] dev_ca::Error),
+    /// The rules file.
+    #[error("cannot use the rules file (--rules)")]
+    Rules(#[source] rules::Error),
     /// The records of pods.
     #[error("cannot keep records of pods")]
     Records(#[source] records::Error),
@@ -175,6 +180,7 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
         shutdown_grace: config.shutdown_grace.0,
         check_interval: CHECK_INTERVAL,
         release_on_exit: config.release_on_exit,
+        rules: start_rules(&config, &mut tasks, &serving)?,
     };
     let backend = redirector.name();
     let (lifecycle, pods) = Lifecycle::new(launch, redirector, records.clone(), settings, pod_metrics);
@@ -346,6 +352,21 @@ fn start_mesh(
         drop(sender);
     });
     log_mesh(&receiver);
+    Ok(receiver)
+}
+
+/// The rules for the pods, and the task that follows their file.
+fn start_rules(
+    config: &Config,
+    tasks: &mut JoinSet<()>,
+    stop: &CancellationToken,
+) -> Result<watch::Receiver<Arc<NodeRules>>, Error> {
+    let Some(path) = &config.rules else {
+        return Ok(watch::channel(Arc::default()).1);
+    };
+    let (file, rules) = RulesFile::open(path).map_err(Error::Rules)?;
+    let (sender, receiver) = watch::channel(Arc::new(rules));
+    tasks.spawn(file.run(sender, stop.clone()));
     Ok(receiver)
 }
 

@@ -37,6 +37,8 @@ pub struct Config {
     pub state_dir: PathBuf,
     /// Where pods come from.
     pub pods: PodSource,
+    /// File of rules for the pods.
+    pub rules: Option<PathBuf>,
     /// Where the mesh comes from.
     pub mesh: MeshSource,
     /// Directory of the development CA.
@@ -230,6 +232,7 @@ impl Config {
             force_source_port: s.force_source_port.unwrap_or(false),
             bpffs_dir: s.bpffs_dir.unwrap_or_else(|| "/sys/fs/bpf/redirector".into()),
             pods: s.inpod_uds.map_or(PodSource::Cni(cni_socket), PodSource::Zds),
+            rules: s.rules,
             mesh,
             ca_dir: s.ca_dir.unwrap_or_else(|| state_dir.join("ca")),
             ca_by_default: !fake_ca,

@@ -75,6 +75,21 @@ fn parse_sample(line: &str) -> Option<Sample> {
     })
 }
 
+/// How many packets of a pod the programs gave a verdict of this name.
+pub fn verdicts(samples: &[Sample], uid: &str, program: &str, verdict: &str) -> f64 {
+    let wanted = [("pod", uid), ("program", program), ("verdict", verdict)];
+    samples
+        .iter()
+        .filter(|sample| sample.name == "redirector_verdicts_total")
+        .filter(|sample| {
+            wanted
+                .iter()
+                .all(|(label, value)| sample.labels.get(*label).is_some_and(|found| found == value))
+        })
+        .map(|sample| sample.value)
+        .sum()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

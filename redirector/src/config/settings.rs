@@ -67,6 +67,8 @@ settings! {
         bpffs_dir: PathBuf, [];
     "Socket of a node agent that speaks ZDS; pods come from there, and the CNI socket is not served"
         inpod_uds: PathBuf, ["INPOD_UDS"];
+    "File of rules for the pods: which of their connections are captured"
+        rules: PathBuf, [];
     "File of workloads and services"
         workloads: PathBuf, ["LOCAL_XDS_PATH"];
     "Workloads and services, as text"

@@ -2,28 +2,19 @@
 //!
 //! `app` opens it and runs the task that follows its changes.
 
-use std::{
-    collections::HashSet,
-    fs,
-    hash::{DefaultHasher, Hash, Hasher},
-    io,
-    os::unix::fs::MetadataExt,
-    path::{Path, PathBuf},
-    sync::Arc,
-    time::{Duration, SystemTime},
-};
+use std::{collections::HashSet, hash::Hash, path::Path, sync::Arc};
 
 use tokio::{sync::watch, time::MissedTickBehavior};
 use tokio_util::sync::CancellationToken;
 
 use super::{Error, Location};
-use crate::mesh::index::Mesh;
+use crate::{
+    mesh::index::Mesh,
+    sys::follow::{Followed, POLL_INTERVAL},
+};
 
 mod format;
 mod value;
-
-/// How often the file is looked at.
-const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Parses the text of a workload file. `origin` is named in errors.
 ///
@@ -113,10 +104,7 @@ fn repeated<T: Eq + Hash>(values: impl Iterator<Item = T>) -> Option<(usize, T)>
 
 /// A workload file that is followed.
 #[derive(Debug)]
-pub struct FileSource {
-    path: PathBuf,
-    seen: Seen,
-}
+pub struct FileSource(Followed);
 
 impl FileSource {
     /// Reads the file for the first time. Blocking.
@@ -124,23 +112,16 @@ impl FileSource {
     /// # Errors
     /// When it cannot be read, or is not what it should be.
     pub fn open(path: &Path) -> Result<(Self, Arc<Mesh>), Error> {
-        let (text, seen) = read(path).map_err(|source| Error::Read {
+        let (followed, text) = Followed::open(path).map_err(|source| Error::Read {
             path: path.into(),
             source,
         })?;
         let mesh = parse(&text, &path.display().to_string())?;
-        Ok((
-            Self {
-                path: path.into(),
-                seen,
-            },
-            Arc::new(mesh),
-        ))
+        Ok((Self(followed), Arc::new(mesh)))
     }
 
     /// Follows the file until `shutdown`: sends a new snapshot when its content has changed, and keeps the one before when
-    /// the new content is not what it should be. Replacing the file (rename, a ConfigMap's symlinks) is the clean way to
-    /// change it; of one that is written in place, only a content that stood still for a second is taken.
+    /// the new content is not what it should be.
     pub async fn run(self, mesh: watch::Sender<Arc<Mesh>>, shutdown: CancellationToken) {
         let mut ticks = tokio::time::interval(POLL_INTERVAL);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -167,7 +148,7 @@ impl FileSource {
                 Ok(None) => {}
                 Ok(Some(new)) => {
                     let (workloads, services) = new.len();
-                    tracing::info!(path = %follower.path.display(), workloads, services, "workload file read again");
+                    tracing::info!(path = %follower.0.path().display(), workloads, services, "workload file read again");
                     mesh.send_replace(Arc::new(new));
                 }
                 Err(error) => {
@@ -179,111 +160,24 @@ impl FileSource {
     }
 }
 
-/// What is known of the file's content.
-#[derive(Debug, Clone, PartialEq, Eq)]
-struct Seen {
-    stamp: Stamp,
-    content: u64,
-}
-
-/// What changes with the content, as a rule. Of the file itself, behind all symlinks.
-#[derive(Debug, Clone, PartialEq, Eq)]
-struct Stamp {
-    device: u64,
-    inode: u64,
-    len: u64,
-    modified: Option<SystemTime>,
-}
-
-impl Stamp {
-    fn of(metadata: &fs::Metadata) -> Self {
-        Self {
-            device: metadata.dev(),
-            inode: metadata.ino(),
-            len: metadata.len(),
-            modified: metadata.modified().ok(),
-        }
-    }
-}
-
-fn read(path: &Path) -> io::Result<(String, Seen)> {
-    let mut file = fs::File::open(path)?;
-    let stamp = Stamp::of(&file.metadata()?);
-    let text = io::read_to_string(&mut file)?;
-    let mut hasher = DefaultHasher::new();
-    text.hash(&mut hasher);
-    Ok((
-        text,
-        Seen {
-            stamp,
-            content: hasher.finish(),
-        },
-    ))
-}
-
-/// The steps of following a file, apart from when they are made.
-struct Follower {
-    path: PathBuf,
-    /// What was parsed last, whether or not it was usable.
-    taken: Seen,
-    /// A change that has yet to stand still.
-    pending: Option<Stamp>,
-    /// The file could not be read, and that has been told.
-    unreadable: bool,
-}
+/// The file as it is followed, apart from when it is looked at.
+struct Follower(Followed);
 
 impl Follower {
     fn new(source: FileSource) -> Self {
-        Self {
-            path: source.path,
-            taken: source.seen,
-            pending: None,
-            unreadable: false,
-        }
+        Self(source.0)
     }
 
     /// Looks at the file: a new mesh, when there is one; each failure once.
     fn look(&mut self) -> Result<Option<Mesh>, Error> {
-        let stamp = match fs::metadata(&self.path) {
-            Ok(metadata) => Stamp::of(&metadata),
-            Err(error) => return self.unreadable(error),
-        };
-        if stamp == self.taken.stamp && !self.unreadable {
-            self.pending = None;
-            return Ok(None);
-        }
-        if self.pending.as_ref() != Some(&stamp) {
-            self.pending = Some(stamp);
-            return Ok(None);
-        }
-        let (text, seen) = match read(&self.path) {
-            Ok(read) => read,
-            Err(error) => return self.unreadable(error),
-        };
-        if self.pending.as_ref() != Some(&seen.stamp) {
-            self.pending = Some(seen.stamp);
-            return Ok(None);
-        }
-        self.pending = None;
-        self.unreadable = false;
-        let same = seen.content == self.taken.content;
-        self.taken = seen;
-        if same {
-            Ok(None)
-        } else {
-            parse(&text, &self.path.display().to_string()).map(Some)
-        }
-    }
-
-    fn unreadable(&mut self, source: io::Error) -> Result<Option<Mesh>, Error> {
-        self.pending = None;
-        if std::mem::replace(&mut self.unreadable, true) {
-            return Ok(None);
-        }
-        Err(Error::Read {
-            path: self.path.clone(),
+        let path = self.0.path().to_owned();
+        let changed = self.0.look().map_err(|source| Error::Read {
+            path: path.clone(),
             source,
-        })
+        })?;
+        changed
+            .map(|text| parse(&text, &path.display().to_string()))
+            .transpose()
     }
 }
 

@@ -31,6 +31,7 @@ use super::{
 };
 use crate::{
     mesh::pod::{InvalidPodUid, PodInfo, PodUid},
+    redirect::overrides::{InvalidAnnotation, Overrides},
     serve::{Answer, Limits, Listener, method_not_allowed, serve, text},
     sys::netns::Netns,
     telemetry::Chain,
@@ -174,6 +175,8 @@ enum Failure {
     Body(#[from] wire::Error),
     #[error("no usable UID can be made of PodNamespace and PodName")]
     Uid(#[source] InvalidPodUid),
+    #[error(transparent)]
+    Annotation(#[from] InvalidAnnotation),
     #[error(
         "ServiceAccount is missing and the workload file has no workload {namespace}/{name}: send ServiceAccount, or add \
          the workload to the file"
@@ -194,7 +197,7 @@ enum Failure {
 impl Failure {
     fn status(&self) -> StatusCode {
         match self {
-            Self::Body(_) | Self::Uid(_) => StatusCode::BAD_REQUEST,
+            Self::Body(_) | Self::Uid(_) | Self::Annotation(_) => StatusCode::BAD_REQUEST,
             _ => StatusCode::INTERNAL_SERVER_ERROR,
         }
     }
@@ -237,6 +240,7 @@ impl Handler {
         let event = Event::parse(body)?;
         let path = event.netns.clone().ok_or(wire::Error::Missing { key: "Netns" })?;
         let uid = uid(&event)?;
+        let rules = Overrides::from_annotations(&event.annotations)?;
         let Event {
             name,
             namespace,
@@ -262,6 +266,7 @@ impl Handler {
             netns: Arc::new(netns),
             netns_path: Some(path),
             addresses: addresses.iter().map(|address| address.ip).collect(),
+            rules: Box::new(rules),
             on_failure: OnFailure::Report,
         };
         self.carry_out(|reply| PodEvent::Add(add, reply)).await

@@ -22,6 +22,7 @@ use super::{
     Error, OnFailure, PodAdd, PodDelete, PodEvent, Reply,
     launch::Launch,
     records::Records,
+    rules::NodeRules,
     status::{Metrics, PodStatus, State, Status},
     work::{Captured, Done, Worker, blocking},
 };
@@ -44,6 +45,8 @@ pub struct Config {
     pub shutdown_grace: Duration,
     /// Time between looks at whether each pod's capture is still whole; what is gone is put back.
     pub check_interval: Duration,
+    /// The rules for all pods; what changes in them is put in force.
+    pub rules: watch::Receiver<Arc<NodeRules>>,
     /// Pods are released when the agent stops. Otherwise their capture stays, and they fail closed until an agent is back.
     pub release_on_exit: bool,
 }
@@ -134,6 +137,7 @@ impl<L: Launch> Lifecycle<L> {
             records,
             node: config.node.clone(),
             release_grace: config.release_grace,
+            rules: config.rules.clone(),
         };
         let lifecycle = Self {
             worker: Arc::new(worker),
@@ -166,6 +170,7 @@ impl<L: Launch> Lifecycle<L> {
                 Some(finished) = self.jobs.join_next_with_id() => self.finished(finished),
                 _ = retry.tick() => self.retry(),
                 _ = check.tick() => self.check(),
+                Ok(()) = self.config.rules.changed() => self.check(),
             }
             self.publish();
         }

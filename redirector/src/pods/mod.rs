@@ -9,7 +9,8 @@ use tokio::sync::oneshot;
 
 use crate::{
     mesh::pod::{PodInfo, PodUid},
-    proxy, redirect,
+    proxy,
+    redirect::{self, overrides::Overrides},
     sys::netns::{Netns, NetnsId},
     telemetry::Chain,
 };
@@ -19,6 +20,7 @@ pub mod launch;
 pub mod lifecycle;
 pub mod records;
 pub mod restore;
+pub mod rules;
 pub mod status;
 pub mod wire;
 mod work;
@@ -36,6 +38,8 @@ pub struct PodAdd {
     pub netns_path: Option<PathBuf>,
     /// The addresses its event named; empty when the event has none (ZDS).
     pub addresses: Vec<IpAddr>,
+    /// What it says of its own rules.
+    pub rules: Box<Overrides>,
     /// What happens when it fails.
     pub on_failure: OnFailure,
 }

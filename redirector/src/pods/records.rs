@@ -15,6 +15,7 @@ use serde::{Deserialize, Serialize};
 use super::PodAdd;
 use crate::{
     mesh::pod::{PodInfo, PodUid},
+    redirect::overrides::Overrides,
     sys::netns::NetnsId,
     telemetry::Chain,
 };
@@ -38,6 +39,12 @@ pub struct Record {
     #[serde(skip_serializing_if = "Option::is_none")]
     boot_id: Option<String>,
     addresses: Vec<IpAddr>,
+    #[serde(default, skip_serializing_if = "is_default")]
+    rules: Overrides,
+}
+
+fn is_default(rules: &Overrides) -> bool {
+    *rules == Overrides::default()
 }
 
 impl Record {
@@ -60,6 +67,7 @@ impl Record {
             netns_cookie: add.netns.cookie().ok().flatten(),
             boot_id: boot_id(),
             addresses: add.addresses.clone(),
+            rules: (*add.rules).clone(),
         }
     }
 
@@ -81,6 +89,11 @@ impl Record {
     /// Its addresses.
     pub fn addresses(&self) -> &[IpAddr] {
         &self.addresses
+    }
+
+    /// What the pod said of its rules.
+    pub fn rules(&self) -> &Overrides {
+        &self.rules
     }
 
     /// Whether a namespace is the recorded one, and not one that has its inode number now.
@@ -255,6 +268,10 @@ mod tests {
             netns: Arc::new(Netns::current().unwrap()),
             netns_path: Some("/var/run/netns/x".into()),
             addresses: vec!["10.0.0.1".parse().unwrap(), "fd00::1".parse().unwrap()],
+            rules: Box::new(Overrides {
+                exclude_outbound_ports: Some("22,80-90".parse().unwrap()),
+                ..Overrides::default()
+            }),
             on_failure: OnFailure::Report,
         }
     }

@@ -95,6 +95,7 @@ fn find(record: &Record) -> Found {
             netns: Arc::new(netns),
             netns_path: Some(path.to_owned()),
             addresses: record.addresses().to_vec(),
+            rules: Box::new(record.rules().clone()),
             on_failure: OnFailure::Retry,
         })),
         Err(error) if !is_absence(&error) => {
@@ -129,6 +130,7 @@ mod tests {
             netns,
             netns_path,
             addresses,
+            rules: Box::default(),
             on_failure: OnFailure::Report,
         };
         records.save(&Record::of(&add)).unwrap();

@@ -1,9 +1,10 @@
 //! The pod event of a CNI plugin: the message that istio-cni's plugin posts to its agent (Go's encoding of
-//! `CNIPluginAddEvent`, cni/pkg/nodeagent), with two optional keys of ours.
+//! `CNIPluginAddEvent`, cni/pkg/nodeagent), with three optional keys of ours.
 //!
 //! `cni::plugin` writes it, `cni_server` reads it. As in Go, keys are case-insensitive and unknown ones are ignored.
 
 use std::{
+    collections::BTreeMap,
     net::IpAddr,
     path::{Path, PathBuf},
 };
@@ -28,6 +29,8 @@ pub struct Event {
     pub uid: Option<PodUid>,
     /// Service account (`ServiceAccount`), when the sender knows it.
     pub service_account: Option<String>,
+    /// Annotations (`Annotations`), when the sender knows them.
+    pub annotations: BTreeMap<String, String>,
 }
 
 /// An address of a pod.
@@ -99,6 +102,7 @@ impl Event {
                 .transpose()
                 .map_err(Error::Uid)?,
             service_account: string(object, "ServiceAccount")?,
+            annotations: annotations(object)?,
         })
     }
 
@@ -116,6 +120,9 @@ impl Event {
         }
         if let Some(service_account) = &self.service_account {
             event["ServiceAccount"] = service_account.as_str().into();
+        }
+        if !self.annotations.is_empty() {
+            event["Annotations"] = json!(self.annotations);
         }
         event.to_string()
     }
@@ -195,6 +202,22 @@ fn addresses(object: &Map<String, Value>) -> Result<Vec<Address>, Error> {
     list.iter()
         .enumerate()
         .map(|(position, entry)| Address::parse(position, entry))
+        .collect()
+}
+
+fn annotations(object: &Map<String, Value>) -> Result<BTreeMap<String, String>, Error> {
+    let Some(value) = field(object, "Annotations") else {
+        return Ok(BTreeMap::new());
+    };
+    let expected = "an object of texts";
+    let map = value
+        .as_object()
+        .ok_or_else(|| invalid("Annotations", expected, value))?;
+    map.iter()
+        .map(|(name, value)| match value {
+            Value::String(text) => Ok((name.clone(), text.clone())),
+            other => Err(invalid(format!("Annotations[{name:?}]"), "a text", other)),
+        })
         .collect()
 }
 
@@ -348,6 +371,7 @@ mod tests {
             ],
             uid: Some("u".parse().unwrap()),
             service_account: Some("web".into()),
+            annotations: BTreeMap::from([("redirector.io/exclude-inbound-ports".into(), "22".into())]),
         };
         assert_eq!(Event::parse(event.to_json().as_bytes()).unwrap(), event);
     }

@@ -13,13 +13,14 @@ use std::{
     time::Duration,
 };
 
-use tokio::{task::spawn_blocking, time::timeout};
+use tokio::{sync::watch, task::spawn_blocking, time::timeout};
 use tracing::{error, info, warn};
 
 use super::{
     Error, PodAdd,
     launch::{Launch, NewPod},
     records::{Record, Records},
+    rules::NodeRules,
 };
 use crate::{
     mesh::pod::PodUid,
@@ -44,6 +45,8 @@ pub(super) struct Worker<L: Launch> {
     pub(super) node: Vec<NetnsId>,
     /// Time for the connections of a pod that is released.
     pub(super) release_grace: Duration,
+    /// The rules for all pods.
+    pub(super) rules: watch::Receiver<Arc<NodeRules>>,
 }
 
 /// A pod that is captured.
@@ -75,6 +78,9 @@ impl<L: Launch> Worker<L> {
         let mut before = None;
         if let Some(old) = old {
             if old.add.netns.id() == add.netns.id() && old.add.info == add.info {
+                if old.add.rules != add.rules {
+                    return self.change_rules(old, add, network).await;
+                }
                 return Done {
                     pod: Some(old),
                     result: Ok(()),
@@ -126,21 +132,45 @@ impl<L: Launch> Worker<L> {
         }
     }
 
-    /// Looks whether a captured pod is still so, and puts back what is gone.
-    pub(super) async fn check(self: Arc<Self>, pod: Captured<L::Proxy>) -> Done<L::Proxy> {
-        const STEP: &str = "check the capture of the pod";
-        let attach = move || {
-            // Guarded by itself: a panic must not lose the pod, and its connections with it.
+    /// What applies to a pod now.
+    fn rules_of(&self, add: &PodAdd) -> Rules {
+        self.rules.borrow().of(&add.info, &add.rules)
+    }
+
+    /// Puts new rules of a captured pod in force. If that fails, the old ones stay.
+    async fn change_rules(
+        self: Arc<Self>,
+        old: Captured<L::Proxy>,
+        add: PodAdd,
+        network: PodNetwork,
+    ) -> Done<L::Proxy> {
+        const STEP: &str = "change the rules of the pod";
+        let change = move || {
             let result = guarded(STEP, || {
-                still_there(&pod.add)?;
-                let listeners = self.launch.listeners(&pod.proxy);
+                let listeners = self.launch.listeners(&old.proxy);
                 self.redirector
-                    .attach(&pod.network, listeners)
-                    .map_err(Error::Attach)
+                    .attach(&network, listeners)
+                    .map_err(Error::Attach)?;
+                self.records.save(&Record::of(&add)).map_err(Error::Record)
             });
-            Ok((pod, result))
+            let changed = match result {
+                Ok(()) => {
+                    info!(uid = %add.info.uid, rules = ?network.rules, "the pod has new rules");
+                    Captured { add, network, ..old }
+                }
+                Err(_) => old,
+            };
+            Ok((changed, result))
         };
-        match blocking(STEP, attach).await {
+        Self::guarded_done(STEP, change).await
+    }
+
+    /// Runs a step that keeps its pod whatever happens, a panic between its guarded parts excepted.
+    async fn guarded_done(
+        step: &'static str,
+        work: impl FnOnce() -> Result<(Captured<L::Proxy>, Result<(), Error>), Error> + Send + 'static,
+    ) -> Done<L::Proxy> {
+        match blocking(step, work).await {
             Ok((pod, result)) => Done {
                 pod: Some(pod),
                 result,
@@ -150,6 +180,24 @@ impl<L: Launch> Worker<L> {
                 result: Err(error),
             },
         }
+    }
+
+    /// Looks whether a captured pod is still so, and puts back what is gone; rules that have changed come into force.
+    pub(super) async fn check(self: Arc<Self>, mut pod: Captured<L::Proxy>) -> Done<L::Proxy> {
+        const STEP: &str = "check the capture of the pod";
+        let attach = move || {
+            // Guarded by itself: a panic must not lose the pod, and its connections with it.
+            pod.network.rules = self.rules_of(&pod.add);
+            let result = guarded(STEP, || {
+                still_there(&pod.add)?;
+                let listeners = self.launch.listeners(&pod.proxy);
+                self.redirector
+                    .attach(&pod.network, listeners)
+                    .map_err(Error::Attach)
+            });
+            Ok((pod, result))
+        };
+        Self::guarded_done(STEP, attach).await
     }
 
     /// Releases a pod; one that is not here is what an earlier agent may have left.
@@ -222,7 +270,7 @@ impl<L: Launch> Worker<L> {
             uid: add.info.uid.clone(),
             netns: Arc::clone(&add.netns),
             addresses,
-            rules: Rules::default(),
+            rules: self.rules_of(add),
         })
     }
 

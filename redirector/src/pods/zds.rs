@@ -226,6 +226,8 @@ fn parse(message: Message) -> Result<Parsed, End> {
                 netns,
                 netns_path: None,
                 addresses: Vec::new(),
+                // ZDS says nothing of rules; the rules file may.
+                rules: Box::default(),
                 on_failure: OnFailure::Retry,
             };
             Parsed::Event(Box::new(move |reply| PodEvent::Add(add, reply)))

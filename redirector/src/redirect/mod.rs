@@ -6,6 +6,7 @@ pub mod ebpf;
 mod maps;
 pub mod metrics;
 pub mod none;
+pub mod overrides;
 pub mod rules;
 
 use std::{

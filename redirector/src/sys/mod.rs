@@ -1,5 +1,6 @@
 //! The edge to the kernel: the only module, with `redirect::maps`, that may hold `unsafe`, nix or libc.
 
+pub mod follow;
 pub mod interfaces;
 pub mod netns;
 pub mod process;

@@ -1,4 +1,4 @@
-use std::{fs, io::Write, net::SocketAddr};
+use std::{fs, io::Write, net::SocketAddr, time::Duration};
 
 use proptest::prelude::*;
 

@@ -189,6 +189,7 @@ impl Agent {
             release_grace: Duration::ZERO,
             shutdown_grace: Duration::from_secs(5),
             check_interval,
+            rules: watch::channel(Arc::default()).1,
             release_on_exit,
         };
         let launch = Surroundings(Arc::clone(&world));
@@ -319,6 +320,7 @@ fn pod(uid: &str, ino: u64) -> PodAdd {
         netns: Arc::new(Netns::stand_in(ino)),
         netns_path: None,
         addresses: vec![address_of(ino)],
+        rules: Box::default(),
         on_failure: OnFailure::Report,
     }
 }

@@ -1,0 +1,243 @@
+//! The rules of the node's pods: a file, followed as it changes, and what pods say of themselves.
+//!
+//! ```yaml
+//! node:                          # for all pods
+//!   excludeOutboundPorts: [22]
+//! pods:                          # in order; the later of two that fit a pod is the stronger
+//! - namespace: shop
+//!   name: db-0                   # without a name, all pods of the namespace
+//!   rules:
+//!     excludeInboundPorts: 5432,6000-6010
+//!     excludeInboundNetworks: 10.0.0.0/8
+//! ```
+//!
+//! `app` opens it and runs the task that follows it; `work` asks what applies to a pod.
+
+use std::{io, path::Path, path::PathBuf, sync::Arc};
+
+use serde::Deserialize;
+use tokio::{
+    sync::watch,
+    time::{MissedTickBehavior, interval},
+};
+use tokio_util::sync::CancellationToken;
+
+use crate::{
+    mesh::pod::PodInfo,
+    redirect::{overrides::Overrides, rules::Rules},
+    sys::follow::{Followed, POLL_INTERVAL},
+    telemetry::Chain,
+};
+
+/// The rules for all pods of a node, from its rules file.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct NodeRules {
+    node: Overrides,
+    pods: Vec<Entry>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Entry {
+    namespace: String,
+    name: Option<String>,
+    rules: Overrides,
+}
+
+/// Why the rules file cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// It cannot be read.
+    #[error("reading the rules file {path}", path = .path.display())]
+    Read {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// It is not what it should be.
+    #[error("{path}: {field}: {problem}", path = .path.display())]
+    Invalid {
+        /// Which.
+        path: PathBuf,
+        /// Path of the value, e.g. `pods[0].rules`.
+        field: String,
+        /// What is wrong, and where.
+        problem: String,
+    },
+}
+
+impl NodeRules {
+    /// What applies to a pod that says `own` of itself.
+    pub fn of(&self, pod: &PodInfo, own: &Overrides) -> Rules {
+        let fits = |entry: &&Entry| {
+            entry.namespace == pod.namespace && entry.name.as_ref().is_none_or(|name| *name == pod.name)
+        };
+        let mut said = own.clone();
+        for entry in self.pods.iter().rev().filter(fits) {
+            said = said.or(&entry.rules);
+        }
+        said.or(&self.node).into_rules()
+    }
+
+    fn parse(text: &str, path: &Path) -> Result<Self, Error> {
+        let blank = |line: &str| line.trim().is_empty() || line.trim_start().starts_with('#');
+        let invalid = |field: String, problem: String| Error::Invalid {
+            path: path.to_owned(),
+            field,
+            problem,
+        };
+        // A writer that truncates first shows an empty file for a moment.
+        if text.lines().all(blank) {
+            let problem = "is empty; a file without rules is written `pods: []`";
+            return Err(invalid("the whole file".into(), problem.into()));
+        }
+        let yaml = serde_yaml::Deserializer::from_str(text);
+        serde_path_to_error::deserialize(yaml).map_err(|error| {
+            let field = match error.path().to_string() {
+                path if path == "." => "the whole file".to_owned(),
+                path => path,
+            };
+            invalid(field, error.into_inner().to_string())
+        })
+    }
+}
+
+/// A rules file that is followed.
+pub struct RulesFile(Followed);
+
+impl RulesFile {
+    /// Reads the file for the first time. Blocking.
+    ///
+    /// # Errors
+    /// When it cannot be read, or is not what it should be.
+    pub fn open(path: &Path) -> Result<(Self, NodeRules), Error> {
+        let (followed, text) = Followed::open(path).map_err(|source| Error::Read {
+            path: path.to_owned(),
+            source,
+        })?;
+        let rules = NodeRules::parse(&text, path)?;
+        Ok((Self(followed), rules))
+    }
+
+    /// Follows the file until `stop`. Of one that cannot be used, the rules before stay in force.
+    pub async fn run(mut self, rules: watch::Sender<Arc<NodeRules>>, stop: CancellationToken) {
+        let mut ticks = interval(POLL_INTERVAL);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            tokio::select! {
+                () = stop.cancelled() => return,
+                _ = ticks.tick() => {}
+            }
+            // A small file: reading it takes less than handing it to another thread.
+            match self.look() {
+                Ok(None) => {}
+                Ok(Some(new)) => {
+                    tracing::info!(path = %self.0.path().display(), pods = new.pods.len(), "rules file read again");
+                    rules.send_replace(Arc::new(new));
+                }
+                Err(error) => {
+                    tracing::error!(error = %Chain(&error), "rules file not usable; the rules stay as they were");
+                }
+            }
+        }
+    }
+
+    fn look(&mut self) -> Result<Option<NodeRules>, Error> {
+        let path = self.0.path().to_owned();
+        let changed = self.0.look().map_err(|source| Error::Read {
+            path: path.clone(),
+            source,
+        })?;
+        changed.map(|text| NodeRules::parse(&text, &path)).transpose()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pod(namespace: &str, name: &str) -> PodInfo {
+        PodInfo {
+            uid: "u".parse().unwrap(),
+            name: name.into(),
+            namespace: namespace.into(),
+            service_account: "default".into(),
+        }
+    }
+
+    fn parse(text: &str) -> Result<NodeRules, Error> {
+        NodeRules::parse(text, Path::new("rules.yaml"))
+    }
+
+    #[test]
+    fn the_nearest_word_counts() {
+        let rules = parse(
+            "node: {excludeOutboundPorts: 1, excludeInboundPorts: 1}\n\
+             pods:\n\
+             - {namespace: shop, rules: {excludeOutboundPorts: 2}}\n\
+             - {namespace: shop, name: db, rules: {excludeOutboundPorts: 3}}\n\
+             - {namespace: shop, name: db, rules: {bypassInboundCapture: true}}\n",
+        )
+        .unwrap();
+        let own = Overrides {
+            exclude_outbound_ports: Some("4".parse().unwrap()),
+            ..Overrides::default()
+        };
+        for (namespace, name, own, outbound, bypass) in [
+            ("other", "db", Overrides::default(), "1", false),
+            ("shop", "web", Overrides::default(), "2", false),
+            ("shop", "db", Overrides::default(), "3", true),
+            ("shop", "db", own, "4", true),
+        ] {
+            let found = rules.of(&pod(namespace, name), &own);
+            assert_eq!(
+                found.outbound.not_ports.to_string(),
+                outbound,
+                "{namespace}/{name}"
+            );
+            assert_eq!(found.inbound.not_ports.to_string(), "1");
+            assert_eq!(found.bypass_inbound, bypass);
+        }
+    }
+
+    #[test]
+    fn a_wrong_file_says_what_is_wrong() {
+        for (text, problem) in [
+            ("", "rules.yaml: the whole file: is empty"),
+            ("nodes: {}", "unknown field `nodes`"),
+            ("pods: [{name: a, rules: {}}]", "rules.yaml: pods[0]: "),
+            (
+                "node: {excludeOutboundPorts: [1, x]}",
+                "rules.yaml: node.excludeOutboundPorts: ",
+            ),
+        ] {
+            let error = parse(text).unwrap_err().to_string();
+            assert!(error.contains(problem), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_change_is_followed_and_a_bad_one_changes_nothing() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("rules.yaml");
+        let write = |text: &str| {
+            let new = directory.path().join("new");
+            std::fs::write(&new, text).unwrap();
+            std::fs::rename(new, &path).unwrap();
+        };
+        write("node: {excludeOutboundPorts: 1}");
+        let (mut file, before) = RulesFile::open(&path).unwrap();
+        let mut settle = || file.look().and_then(|first| Ok(first.or(file.look()?)));
+        assert_eq!(settle().unwrap(), None);
+        write("node: {excludeOutboundPorts: 2}");
+        assert_ne!(settle().unwrap().unwrap(), before);
+        write("node: 5");
+        assert!(matches!(settle(), Err(Error::Invalid { .. })));
+        assert_eq!(settle().unwrap(), None);
+        write("node: {excludeOutboundPorts: 1}");
+        assert_eq!(settle().unwrap().unwrap(), before);
+    }
+}

@@ -1,0 +1,132 @@
+//! A file that is followed as it changes. Replacing it (rename, a ConfigMap's symlinks) is the clean way to change it; of one
+//! that is written in place, only a content that stood still from one look to the next is taken.
+//!
+//! Sources of configuration use it, and decide what a change means.
+
+use std::{
+    fs,
+    hash::{DefaultHasher, Hash, Hasher},
+    io,
+    os::unix::fs::MetadataExt,
+    path::{Path, PathBuf},
+    time::{Duration, SystemTime},
+};
+
+/// How often a file is to be looked at.
+pub const POLL_INTERVAL: Duration = Duration::from_secs(1);
+
+/// What is known of the file's content.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Seen {
+    stamp: Stamp,
+    content: u64,
+}
+
+/// What changes with the content, as a rule. Of the file itself, behind all symlinks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Stamp {
+    device: u64,
+    inode: u64,
+    len: u64,
+    modified: Option<SystemTime>,
+}
+
+impl Stamp {
+    fn of(metadata: &fs::Metadata) -> Self {
+        Self {
+            device: metadata.dev(),
+            inode: metadata.ino(),
+            len: metadata.len(),
+            modified: metadata.modified().ok(),
+        }
+    }
+}
+
+fn read(path: &Path) -> io::Result<(String, Seen)> {
+    let mut file = fs::File::open(path)?;
+    let stamp = Stamp::of(&file.metadata()?);
+    let text = io::read_to_string(&mut file)?;
+    let mut hasher = DefaultHasher::new();
+    text.hash(&mut hasher);
+    Ok((
+        text,
+        Seen {
+            stamp,
+            content: hasher.finish(),
+        },
+    ))
+}
+
+/// A file that is followed; when it is looked at is its owner's matter.
+#[derive(Debug)]
+pub struct Followed {
+    path: PathBuf,
+    /// What was handed on last, whether or not it was usable.
+    taken: Seen,
+    /// A change that has yet to stand still.
+    pending: Option<Stamp>,
+    /// The file could not be read, and that has been told.
+    unreadable: bool,
+}
+
+impl Followed {
+    /// Reads the file for the first time. Blocking.
+    ///
+    /// # Errors
+    /// Those of reading.
+    pub fn open(path: &Path) -> io::Result<(Self, String)> {
+        let (text, seen) = read(path)?;
+        let followed = Self {
+            path: path.to_owned(),
+            taken: seen,
+            pending: None,
+            unreadable: false,
+        };
+        Ok((followed, text))
+    }
+
+    /// Its path.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Looks at the file: its new content, when there is one. Blocking.
+    ///
+    /// # Errors
+    /// Those of reading, each once until the file is readable again.
+    pub fn look(&mut self) -> io::Result<Option<String>> {
+        let stamp = match fs::metadata(&self.path) {
+            Ok(metadata) => Stamp::of(&metadata),
+            Err(error) => return self.unreadable(error),
+        };
+        if stamp == self.taken.stamp && !self.unreadable {
+            self.pending = None;
+            return Ok(None);
+        }
+        if self.pending.as_ref() != Some(&stamp) {
+            self.pending = Some(stamp);
+            return Ok(None);
+        }
+        let (text, seen) = match read(&self.path) {
+            Ok(read) => read,
+            Err(error) => return self.unreadable(error),
+        };
+        if self.pending.as_ref() != Some(&seen.stamp) {
+            self.pending = Some(seen.stamp);
+            return Ok(None);
+        }
+        self.pending = None;
+        self.unreadable = false;
+        let same = seen.content == self.taken.content;
+        self.taken = seen;
+        Ok((!same).then_some(text))
+    }
+
+    fn unreadable(&mut self, error: io::Error) -> io::Result<Option<String>> {
+        self.pending = None;
+        if std::mem::replace(&mut self.unreadable, true) {
+            return Ok(None);
+        }
+        Err(error)
+    }
+}
