@@ -3,9 +3,11 @@
 //! `pods::lifecycle` attaches and detaches; `proxy` asks for the original destination and has its sockets told apart.
 
 pub mod ebpf;
+pub mod iptables;
 mod maps;
 pub mod metrics;
 pub mod none;
+mod routes;
 pub mod overrides;
 pub mod rules;
 
@@ -62,7 +64,7 @@ pub struct Marks {
 
 /// How a pod's packets reach the proxy. Blocking (netlink, bpf(2)): call `attach` and `detach` from `spawn_blocking`.
 pub trait Redirector: Send + Sync {
-    /// The backend's name: `ebpf`, `none`.
+    /// The backend's name: `ebpf`, `iptables`, `none`.
     fn name(&self) -> &'static str;
 
     /// The marks it wants.

@@ -10,7 +10,7 @@ use std::{
 };
 
 use nix::{
-    sched::{CloneFlags, setns},
+    sched::{CloneFlags, setns, unshare},
     sys::socket::{AddressFamily, SockFlag, SockType, socket},
 };
 
@@ -85,6 +85,36 @@ impl Netns {
     /// The namespace of the calling thread.
     pub fn current() -> io::Result<Self> {
         Self::open(Path::new("/proc/thread-self/ns/net"))
+    }
+
+    /// A new namespace, with nothing in it but lo, which is down. It lives as long as the value. Blocking.
+    ///
+    /// # Errors
+    /// Those of unshare(2); EPERM without CAP_SYS_ADMIN.
+    pub fn create() -> io::Result<Self> {
+        // On a thread of its own, which ends there: no thread has to be brought back.
+        let created = std::thread::spawn(|| {
+            unshare(CloneFlags::CLONE_NEWNET)?;
+            Self::current()
+        });
+        created
+            .join()
+            .unwrap_or_else(|_| Err(io::Error::other("internal fault while a namespace was made")))
+    }
+
+    /// The namespace of this inode number, if somebody still has it: by name, or a process in it. Blocking.
+    pub fn find(ino: u64) -> Option<Self> {
+        let entries = |directory| fs::read_dir(directory).into_iter().flatten().flatten();
+        let named = entries("/run/netns").map(|entry| entry.path());
+        let of_processes = entries("/proc").map(|entry| entry.path().join("ns/net"));
+        named.chain(of_processes).find_map(|path| {
+            let metadata = fs::metadata(&path).ok()?;
+            // It may be another by the time it is opened.
+            let netns = (metadata.ino() == ino)
+                .then(|| Self::open(&path).ok())
+                .flatten()?;
+            (netns.id.ino == ino).then_some(netns)
+        })
     }
 
     /// A value that names the namespace `ino` and cannot be entered, for tests of what only keeps account of them.
