@@ -47,7 +47,7 @@ use crate::{
         status, zds,
     },
     proxy::{self, Shared},
-    redirect::{self, Redirector, ebpf, none::NoRedirect},
+    redirect::{self, Redirector, ebpf, iptables, none::NoRedirect},
     sys::{process, socket},
     telemetry::{Chain, logs, metrics},
 };
@@ -154,7 +154,12 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
     let mut tasks = JoinSet::new();
     let mesh = start_mesh(&config, &mut tasks, &serving)?;
     let identities = Store::new(certificates(&config)?);
-    let redirector = build_redirector(&config)?;
+    let redirector = {
+        let config = config.clone();
+        tokio::task::spawn_blocking(move || build_redirector(&config))
+            .await
+            .map_err(|_| Error::Ended)??
+    };
     let _pins = (config.redirect == Redirect::Ebpf)
         .then(|| lock(&config.bpffs_dir, "--bpffs-dir"))
         .transpose()?;
@@ -246,10 +251,18 @@ async fn end(mut tasks: JoinSet<()>) {
     tasks.shutdown().await;
 }
 
-/// The backend that the configuration names.
+/// The backend that the configuration names. Blocking.
 fn build_redirector(config: &Config) -> Result<Arc<dyn Redirector>, Error> {
     match config.redirect {
         Redirect::None => Ok(Arc::new(NoRedirect)),
+        Redirect::Iptables => {
+            let settings = iptables::Config {
+                backend: config.iptables_backend,
+                state_dir: config.state_dir.clone(),
+            };
+            let opened = iptables::Iptables::open(&settings);
+            Ok(Arc::new(opened.map_err(Error::Redirect)?))
+        }
         Redirect::Ebpf => {
             let settings = ebpf::Config {
                 bpffs_dir: config.bpffs_dir.clone(),

@@ -11,7 +11,7 @@ use std::{
 
 use serde::Serialize;
 
-use crate::{mesh::spiffe::SpiffeId, proxy, sys::socket::Keepalive, telemetry::logs};
+use crate::{mesh::spiffe::SpiffeId, proxy, redirect::iptables, sys::socket::Keepalive, telemetry::logs};
 
 pub mod settings;
 pub mod values;
@@ -27,6 +27,8 @@ use self::{
 pub struct Config {
     /// The backend.
     pub redirect: Redirect,
+    /// The programs that write the rules, where iptables rules redirect.
+    pub iptables_backend: iptables::Backend,
     /// Attach with clsact filters even where the kernel has TCX links.
     pub force_clsact: bool,
     /// Tell the proxy's dials to applications by source port even where the kernel tells their device.
@@ -228,6 +230,7 @@ impl Config {
         } = proxy::Config::default();
         let config = Self {
             redirect: s.redirect.unwrap_or(Redirect::Ebpf),
+            iptables_backend: s.iptables_backend.unwrap_or_default(),
             force_clsact: s.force_clsact.unwrap_or(false),
             force_source_port: s.force_source_port.unwrap_or(false),
             bpffs_dir: s.bpffs_dir.unwrap_or_else(|| "/sys/fs/bpf/redirector".into()),

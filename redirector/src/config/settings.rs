@@ -9,9 +9,12 @@ use super::{
     Error,
     values::{Redirect, Span, Workers},
 };
-use crate::telemetry::{
-    Chain,
-    logs::{Filter, Format},
+use crate::{
+    redirect::iptables,
+    telemetry::{
+        Chain,
+        logs::{Filter, Format},
+    },
 };
 
 macro_rules! settings {
@@ -57,8 +60,10 @@ macro_rules! settings {
 }
 
 settings! {
-    "How the pods' traffic is redirected: ebpf or none [default: ebpf]"
+    "How the pods' traffic is redirected: ebpf, iptables or none [default: ebpf]"
         redirect: Redirect, [];
+    "Programs that --redirect iptables writes its rules with: auto (the node's iptables-restore), nft or legacy [default: auto]"
+        iptables_backend: iptables::Backend, [];
     "Socket on which CNI plugins tell of pods [default: /run/redirector/cni.sock]"
         cni_socket: PathBuf, [];
     "Directory of the agent's state: records of pods, development CA [default: /run/redirector]"

@@ -162,7 +162,7 @@ fn switches_need_no_value() {
 fn errors_name_the_place_and_the_reason() {
     /// File, environment, flags, and parts of the error.
     type Case<'a> = (&'a str, &'a [(&'a str, &'a str)], &'a [&'a str], &'a [&'a str]);
-    let table: [Case<'_>; 25] = [
+    let table: [Case<'_>; 26] = [
         (
             "network: a\nno-such-key: 1\n",
             &[],
@@ -265,8 +265,14 @@ fn errors_name_the_place_and_the_reason() {
         (
             "",
             &[],
-            &["--redirect", "iptables"],
-            &["iptables", "ebpf and none"],
+            &["--redirect", "nftables"],
+            &["nftables", "ebpf, iptables and none"],
+        ),
+        (
+            "",
+            &[],
+            &["--iptables-backend", "xtables"],
+            &["xtables", "auto, nft and legacy"],
         ),
     ];
     for (file, variables, flags, expected) in table {

@@ -10,13 +10,15 @@ use serde::{Serialize, Serializer};
 pub enum Redirect {
     /// eBPF programs in the pod.
     Ebpf,
+    /// Istio's iptables rules in the pod.
+    Iptables,
     /// Nobody, or rules that are in the pod already.
     None,
 }
 
 /// Why a text is not a [`Redirect`].
 #[derive(Debug, thiserror::Error)]
-#[error("{0:?} is not a way of redirection: there are ebpf and none")]
+#[error("{0:?} is not a way of redirection: there are ebpf, iptables and none")]
 pub struct InvalidRedirect(String);
 
 impl FromStr for Redirect {
@@ -25,6 +27,7 @@ impl FromStr for Redirect {
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         match text {
             "ebpf" => Ok(Self::Ebpf),
+            "iptables" => Ok(Self::Iptables),
             "none" => Ok(Self::None),
             _ => Err(InvalidRedirect(text.to_owned())),
         }
