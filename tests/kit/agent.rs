@@ -26,6 +26,31 @@ const READINESS_PORT: u16 = 15021;
 /// Longest time to stop in: the daemon's own limit for draining is shorter.
 const STOP_DEADLINE: Duration = Duration::from_secs(30);
 
+/// How traffic is redirected.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Redirect {
+    /// By eBPF programs.
+    #[default]
+    Ebpf,
+    /// By iptables rules in nftables.
+    IptablesNft,
+    /// By iptables rules in the tables of before.
+    IptablesLegacy,
+    /// By somebody else.
+    None,
+}
+
+impl Redirect {
+    fn arguments(self) -> &'static [&'static str] {
+        match self {
+            Self::Ebpf => &["--redirect", "ebpf"],
+            Self::IptablesNft => &["--redirect", "iptables", "--iptables-backend", "nft"],
+            Self::IptablesLegacy => &["--redirect", "iptables", "--iptables-backend", "legacy"],
+            Self::None => &["--redirect", "none"],
+        }
+    }
+}
+
 /// How to start the daemon.
 #[derive(Debug, Clone, Default)]
 pub struct Options {
@@ -33,8 +58,8 @@ pub struct Options {
     pub force_clsact: bool,
     /// Tell the proxy's dials by source port where their device could be had.
     pub force_source_port: bool,
-    /// Redirection is done by somebody else.
-    pub redirect_none: bool,
+    /// How traffic is redirected.
+    pub redirect: Redirect,
     /// Take pods from a ZDS server at this socket.
     pub zds: Option<PathBuf>,
     /// More arguments.
@@ -112,7 +137,7 @@ impl Agent {
         command.args(["--admin-addr", "127.0.0.1:15000"]);
         command.args(["--metrics-addr", &format!("127.0.0.1:{METRICS_PORT}")]);
         command.args(["--readiness-addr", &format!("127.0.0.1:{READINESS_PORT}")]);
-        command.args(["--redirect", if options.redirect_none { "none" } else { "ebpf" }]);
+        command.args(options.redirect.arguments());
         if options.force_clsact {
             command.arg("--force-clsact");
         }

@@ -3,7 +3,7 @@
 use std::{path::Path, process::ExitCode};
 
 use redirector_tests::{
-    agent::{Agent, Options},
+    agent::{Agent, Options, Redirect},
     app::{self, App},
     capture::opened_ports,
     mesh::PORT,
@@ -197,7 +197,7 @@ fn without_redirection_there_are_listeners_only() {
     let server = ZdsServer::listen(&node.directory().join("zds.sock")).unwrap();
     let options = Options {
         zds: Some(server.path().to_owned()),
-        redirect_none: true,
+        redirect: Redirect::None,
         ..Options::default()
     };
     let agent = Agent::start(&node, &Workloads::hbone(&pods), options);

@@ -21,6 +21,7 @@ pub(crate) const TESTS: &[Program] = &[
     ("nsenter", "util-linux"),
     ("curl", "curl"),
     ("nft", "nftables"),
+    ("iptables-nft-restore", "iptables"),
     ("nginx", "nginx-light"),
     ("openssl", "openssl"),
     ("/usr/bin/python3", "python3"),
