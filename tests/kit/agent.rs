@@ -272,8 +272,16 @@ impl Agent {
     /// # Panics
     /// When it does not become ready.
     pub fn restart(&mut self, node: &Node) {
+        self.restart_with(node, self.options.clone());
+    }
+
+    /// Starts a new one on the same directories, with other options. The old one must have ended.
+    ///
+    /// # Panics
+    /// When it does not become ready.
+    pub fn restart_with(&mut self, node: &Node, options: Options) {
         assert!(self.process.ended().is_some(), "the agent still runs");
-        let (directory, options) = (self.directory.clone(), self.options.clone());
+        let directory = self.directory.clone();
         *self = Self::launch(node, &directory, options)
             .unwrap_or_else(|error| panic!("restarting the agent: {error:#}"));
     }

@@ -1,0 +1,431 @@
+//! Iptables mode beyond the paths that it shares with eBPF (`e2e`): what it writes, leaves alone, puts back and removes, with
+//! the programs for nftables and with those for the tables of before.
+
+use std::{
+    fs,
+    io::{Read, Write},
+    net::TcpStream,
+    process::ExitCode,
+};
+
+use redirector_tests::{
+    agent::{Options, Redirect},
+    app::{self, App},
+    capture::opened_ports,
+    mesh::{Mesh, PORT, refused},
+    netns::Namespace,
+    node::{Family, Pod},
+    process::command,
+    suite::{Case, Needs, case, main as suite},
+    wait,
+    workloads::Workloads,
+};
+
+const CYCLES: usize = 20;
+
+/// Which programs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Variant {
+    Nft,
+    Legacy,
+}
+
+impl Variant {
+    const BOTH: [Self; 2] = [Self::Nft, Self::Legacy];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Nft => "nft",
+            Self::Legacy => "legacy",
+        }
+    }
+
+    fn options(self) -> Options {
+        let redirect = match self {
+            Self::Nft => Redirect::IptablesNft,
+            Self::Legacy => Redirect::IptablesLegacy,
+        };
+        Options {
+            redirect,
+            ..Options::default()
+        }
+    }
+
+    /// What a program of a family says in a namespace, e.g. `save` with `-c`.
+    fn run(self, ns: &Namespace, family: Family, what: &str, arguments: &str) -> String {
+        let family = match family {
+            Family::V4 => "iptables",
+            Family::V6 => "ip6tables",
+        };
+        let program = format!("{family}-{}{what}", self.name());
+        let output = command(ns, &program)
+            .args(arguments.split_whitespace())
+            .output()
+            .expect("the package iptables is installed");
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{program} {arguments}: {said}");
+        String::from_utf8_lossy(&output.stdout).into_owned()
+    }
+
+    /// All rules and chains of a namespace, both families', without counters and comments.
+    fn saved(self, ns: &Namespace) -> String {
+        let text = Family::BOTH
+            .map(|family| self.run(ns, family, "-save", ""))
+            .concat();
+        let lines = text.lines().filter(|line| !line.starts_with('#'));
+        lines
+            .map(|line| line.split(" [").next().unwrap_or_default().to_owned() + "\n")
+            .collect()
+    }
+
+    /// The lines of these that are ours.
+    fn ours(self, ns: &Namespace) -> Vec<String> {
+        let saved = self.saved(ns);
+        saved
+            .lines()
+            .filter(|line| line.contains("ISTIO"))
+            .map(str::to_owned)
+            .collect()
+    }
+}
+
+fn main() -> ExitCode {
+    type Test = fn(Variant);
+    let tests: &[(&str, Test)] = &[
+        ("rules_in_place_are_left_alone", rules_in_place_are_left_alone),
+        ("what_was_changed_is_put_back", what_was_changed_is_put_back),
+        ("others_rules_stay", others_rules_stay),
+        (
+            "what_an_earlier_agent_left_is_removed",
+            what_an_earlier_agent_left_is_removed,
+        ),
+        ("rules_move_to_the_other_tables", rules_move_to_the_other_tables),
+        (
+            "a_draining_pod_captures_nothing_new",
+            a_draining_pod_captures_nothing_new,
+        ),
+        ("cycles_leave_nothing", cycles_leave_nothing),
+        ("pods_that_vanish_leave_nothing", pods_that_vanish_leave_nothing),
+        (
+            "the_nodes_own_connections_keep_their_source",
+            the_nodes_own_connections_keep_their_source,
+        ),
+        ("lo_without_ipv6_gets_it", lo_without_ipv6_gets_it),
+    ];
+    let mut cases: Vec<Case> = Vec::new();
+    for variant in Variant::BOTH {
+        for (name, test) in tests {
+            cases.push(case(format!("{name}_{}", variant.name()), move || test(variant)));
+        }
+    }
+    cases.push(case(
+        "an_enrolment_that_fails_is_undone",
+        an_enrolment_that_fails_is_undone,
+    ));
+    suite(Needs::Agent, 2, cases)
+}
+
+fn talk(mesh: &Mesh) {
+    for family in Family::BOTH {
+        let _app = App::start(&mesh.server.ns, (family.any(), PORT).into(), app::who);
+        let capture = mesh.node.capture(&mesh.server);
+        let seen = app::ask_who(&mesh.client.ns, mesh.server.addr(family, PORT)).unwrap();
+        assert_eq!(seen, mesh.client.ip(family).to_string());
+        assert_eq!(opened_ports(&capture.stop()), [15008]);
+    }
+}
+
+fn started(options: Options) -> Mesh {
+    Mesh::started(options, |client, server| Workloads::hbone([client, server]))
+}
+
+/// Policy rules and the routes of the tables that are ours.
+fn routing(pod: &Pod) -> String {
+    let rules = ["-4 rule show", "-6 rule show"].map(|command| pod.ns.ip_output(command));
+    let routes = ["-4", "-6"].map(|family| {
+        let all = pod.ns.ip_output(&format!("{family} route show table all"));
+        let of_table = all.lines().filter(|line| line.contains("table 100 "));
+        of_table.map(|line| line.to_owned() + "\n").collect::<String>()
+    });
+    [rules, routes].concat().concat()
+}
+
+/// Rules that are written again have counted nothing.
+fn rules_in_place_are_left_alone(variant: Variant) {
+    let mut mesh = Mesh::hbone(variant.options());
+    talk(&mesh);
+    let counted = |family| -> u64 {
+        let saved = variant.run(&mesh.client.ns, family, "-save", "-c");
+        let rule = saved.lines().find(|line| line.contains("--to-ports 15001"));
+        let packets = rule.and_then(|line| line.strip_prefix('[')?.split(':').next());
+        packets.unwrap_or_else(|| panic!("{saved}")).parse().unwrap()
+    };
+    let before = Family::BOTH.map(counted);
+    assert!(before.iter().all(|packets| *packets > 0), "{before:?}");
+    mesh.agent.kill();
+    mesh.agent.restart(&mesh.node);
+    mesh.agent.enrol(&mesh.client);
+    let counted = Family::BOTH.map(|family| {
+        let saved = variant.run(&mesh.client.ns, family, "-save", "-c");
+        saved
+            .lines()
+            .any(|line| line.contains("--to-ports 15001") && !line.starts_with("[0:"))
+    });
+    assert_eq!(counted, [true; 2]);
+    talk(&mesh);
+}
+
+fn what_was_changed_is_put_back(variant: Variant) {
+    let mut mesh = Mesh::hbone(variant.options());
+    let (whole, routes) = (variant.ours(&mesh.client.ns), routing(&mesh.client));
+    let changes = [
+        "-t nat -F ISTIO_OUTPUT",
+        "-t nat -D OUTPUT -j ISTIO_OUTPUT",
+        "-t mangle -A PREROUTING -j ISTIO_PRERT",
+        "-t nat -I ISTIO_PRERT -p tcp --dport 80 -j ACCEPT",
+    ];
+    for change in changes {
+        mesh.agent.kill();
+        for family in Family::BOTH {
+            variant.run(&mesh.client.ns, family, "", change);
+        }
+        mesh.client
+            .ns
+            .ip(&["rule del priority 32764", "route flush table 100"])
+            .unwrap();
+        assert_ne!(variant.ours(&mesh.client.ns), whole, "{change}");
+        mesh.agent.restart(&mesh.node);
+        assert_eq!(variant.ours(&mesh.client.ns), whole, "{change}");
+        assert_eq!(routing(&mesh.client), routes);
+    }
+    talk(&mesh);
+}
+
+fn others_rules_stay(variant: Variant) {
+    let mesh = started(variant.options());
+    let ns = &mesh.client.ns;
+    for family in Family::BOTH {
+        for rule in [
+            "-t nat -N OTHER",
+            "-t nat -A OTHER -p tcp --dport 7 -j RETURN",
+            "-t nat -A OUTPUT -j OTHER",
+            "-t mangle -A PREROUTING -p udp --dport 7 -j ACCEPT",
+            "-t raw -A OUTPUT -p udp --dport 7 -j NOTRACK",
+            "-t filter -A INPUT -p tcp --dport 7 -j DROP",
+        ] {
+            variant.run(ns, family, "", rule);
+        }
+    }
+    ns.ip(&[
+        "rule add fwmark 0x111 lookup 99 priority 32764",
+        "route add local 192.0.2.99 dev lo table 100",
+    ])
+    .unwrap();
+    let (saved, routes) = (variant.saved(ns), routing(&mesh.client));
+    mesh.agent.enrol(&mesh.client);
+    mesh.agent.enrol(&mesh.server);
+    let during = variant.saved(ns);
+    for line in saved.lines() {
+        assert!(
+            during.lines().any(|there| there == line),
+            "{line} is gone:\n{during}"
+        );
+    }
+    talk(&mesh);
+    mesh.agent.release(&mesh.client);
+    let tables = |text: &str| -> Vec<String> {
+        let mut lines: Vec<_> = text.lines().map(str::to_owned).collect();
+        lines.sort();
+        lines
+    };
+    assert_eq!(tables(&variant.saved(ns)), tables(&saved));
+    assert_eq!(routing(&mesh.client), routes);
+}
+
+fn what_an_earlier_agent_left_is_removed(variant: Variant) {
+    let mut mesh = started(variant.options());
+    let routes = routing(&mesh.client);
+    mesh.agent.enrol(&mesh.client);
+    mesh.agent.kill();
+    assert!(!variant.ours(&mesh.client.ns).is_empty());
+    // Nobody tells the next agent of the pod, and its rules are there.
+    let record = mesh
+        .agent
+        .state_dir()
+        .join("pods")
+        .join(format!("{}.json", mesh.client.uid));
+    fs::remove_file(record).unwrap();
+    mesh.agent.restart(&mesh.node);
+    wait::until("the rules to go", || {
+        variant.ours(&mesh.client.ns).is_empty().then_some(())
+    });
+    wait::until("the routes to go", || {
+        (routing(&mesh.client) == routes).then_some(())
+    });
+    let records = mesh.agent.state_dir().join("iptables");
+    wait::until("the record to go", || {
+        (fs::read_dir(&records).unwrap().count() == 0).then_some(())
+    });
+}
+
+/// The agent comes back with the other programs, which don't see what the first ones wrote.
+fn rules_move_to_the_other_tables(variant: Variant) {
+    let other = Variant::BOTH.into_iter().find(|other| *other != variant).unwrap();
+    let mut mesh = Mesh::hbone(variant.options());
+    talk(&mesh);
+    mesh.agent.kill();
+    mesh.agent.restart_with(&mesh.node, other.options());
+    assert_eq!(variant.ours(&mesh.client.ns), [""; 0]);
+    assert!(!other.ours(&mesh.client.ns).is_empty());
+    talk(&mesh);
+}
+
+fn a_draining_pod_captures_nothing_new(variant: Variant) {
+    let mesh = Mesh::hbone(Options {
+        arguments: vec!["--drain".into(), "20s".into()],
+        ..variant.options()
+    });
+    let _apps =
+        Family::BOTH.map(|family| App::start(&mesh.server.ns, (family.any(), PORT).into(), app::echo));
+    let connect = |ns: &Namespace, family| app::connect(ns, mesh.server.addr(family, PORT)).unwrap();
+    let echo = |stream: &mut TcpStream| {
+        let mut buffer = [0; 4];
+        stream.write_all(b"ping").unwrap();
+        stream.read_exact(&mut buffer).unwrap();
+        assert_eq!(&buffer, b"ping");
+    };
+    // Captured on the way out and in, and in only.
+    let mut captured = Family::BOTH
+        .map(|family| {
+            [
+                connect(&mesh.client.ns, family),
+                connect(&mesh.stranger.ns, family),
+            ]
+        })
+        .into_iter()
+        .flatten()
+        .collect::<Vec<_>>();
+    captured.iter_mut().for_each(echo);
+    std::thread::scope(|scope| {
+        let releases = [&mesh.client, &mesh.server].map(|pod| scope.spawn(|| mesh.agent.release(pod)));
+        let nat = |pod: &Pod| variant.ours(&pod.ns).iter().any(|line| line.contains("REDIRECT"));
+        wait::until("the rules that redirect to go", || {
+            (!nat(&mesh.client) && !nat(&mesh.server)).then_some(())
+        });
+        let capture = mesh.node.capture(&mesh.server);
+        for family in Family::BOTH {
+            echo(&mut connect(&mesh.client.ns, family));
+        }
+        assert_eq!(
+            opened_ports(&capture.stop()),
+            [PORT],
+            "new connections are nobody's"
+        );
+        assert!(
+            releases.iter().all(|release| !release.is_finished()),
+            "the pods still drain"
+        );
+        captured.iter_mut().for_each(echo);
+        captured.clear();
+        for release in releases {
+            release.join().unwrap();
+        }
+    });
+    assert_eq!(variant.ours(&mesh.client.ns), [""; 0]);
+}
+
+fn cycles_leave_nothing(variant: Variant) {
+    let mesh = started(variant.options());
+    let pods = [&mesh.client, &mesh.server];
+    let cycle = |talks: bool| {
+        pods.iter().for_each(|pod| mesh.agent.enrol(pod));
+        if talks {
+            talk(&mesh);
+        }
+        pods.iter().for_each(|pod| mesh.agent.release(pod));
+    };
+    let untouched = pods.map(routing);
+    cycle(true);
+    let descriptors = mesh.agent.descriptors().len();
+    (0..CYCLES).for_each(|number| cycle(number % 10 == 9));
+    for pod in pods {
+        assert_eq!(variant.ours(&pod.ns), [""; 0]);
+    }
+    assert_eq!(pods.map(routing), untouched);
+    wait::until("the descriptors to be as before", || {
+        (mesh.agent.descriptors().len() <= descriptors).then_some(())
+    });
+    let children = fs::read_to_string(format!("/proc/{0}/task/{0}/children", mesh.agent.pid())).unwrap();
+    assert_eq!(children, "", "programs that were not waited for");
+}
+
+fn pods_that_vanish_leave_nothing(variant: Variant) {
+    let mesh = started(variant.options());
+    let records = mesh.agent.state_dir().join("iptables");
+    for _ in 0..3 {
+        let pod = mesh.node.pod("vanishing");
+        mesh.agent.enrol(&pod);
+        let event = redirector_tests::cni::event(&pod).to_string();
+        assert_eq!(fs::read_dir(&records).unwrap().count(), 1);
+        drop(pod);
+        let answer = mesh.agent.post("/cmddel", &event);
+        assert_eq!(answer.status, 200, "{}", answer.body);
+        assert_eq!(fs::read_dir(&records).unwrap().count(), 0);
+    }
+}
+
+/// A kubelet's probe is such a connection.
+fn the_nodes_own_connections_keep_their_source(variant: Variant) {
+    let mesh = Mesh::hbone(variant.options());
+    for family in Family::BOTH {
+        let _app = App::start(&mesh.server.ns, (family.any(), PORT).into(), app::who);
+        let seen = app::ask_who(&mesh.node.host.ns, mesh.server.addr(family, PORT)).unwrap();
+        assert_eq!(seen, mesh.node.host.ip(family).to_string());
+    }
+    wait::until("the access log", || {
+        let through_the_proxy = mesh.agent.access_log().len() == 2;
+        through_the_proxy.then_some(())
+    });
+}
+
+fn lo_without_ipv6_gets_it(variant: Variant) {
+    const SYSCTL: &str = "net/ipv6/conf/lo/disable_ipv6";
+    let mesh = started(variant.options());
+    mesh.client.ns.set_sysctl(SYSCTL, "1").unwrap();
+    mesh.agent.enrol(&mesh.client);
+    mesh.agent.enrol(&mesh.server);
+    talk(&mesh);
+    mesh.agent.release(&mesh.client);
+    assert_eq!(mesh.client.ns.sysctl(SYSCTL).unwrap(), "1");
+}
+
+/// IPv6's rules can't be written: IPv4's don't stay alone, and the pod is not half captured.
+fn an_enrolment_that_fails_is_undone() {
+    let variant = Variant::Nft;
+    let mesh = started(variant.options());
+    let nft = |arguments: &str| {
+        let status = command(&mesh.client.ns, "nft").arg(arguments).status().unwrap();
+        assert!(status.success(), "{arguments}");
+    };
+    // A table of the name that iptables has for its own, and not of its kind.
+    nft("add table ip6 nat");
+    nft("add chain ip6 nat OUTPUT { type route hook output priority 0; }");
+    let routes = routing(&mesh.client);
+    let answer = mesh.agent.cmdadd(&mesh.client);
+    assert_eq!(answer.status, 500, "{}", answer.body);
+    assert!(answer.body.contains("ip6tables-nft-restore"), "{}", answer.body);
+    let v4 = variant.run(&mesh.client.ns, Family::V4, "-save", "");
+    assert!(!v4.contains("ISTIO"), "{v4}");
+    assert_eq!(routing(&mesh.client), routes);
+    assert_eq!(
+        fs::read_dir(mesh.agent.state_dir().join("iptables"))
+            .unwrap()
+            .count(),
+        0
+    );
+    refused(&mesh.client.ns, mesh.server.addr(Family::V4, 9));
+    nft("delete table ip6 nat");
+    mesh.agent.enrol(&mesh.client);
+    mesh.agent.enrol(&mesh.server);
+    talk(&mesh);
+}
