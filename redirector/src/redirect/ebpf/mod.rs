@@ -5,7 +5,7 @@
 //! - `store`: the maps, and the pods' slots in them
 //! - `trie`: rules as the programs look them up
 //! - `hooks`: TC and SK_LOOKUP attachment
-//! - `routes`: policy routes and sysctls in the pod
+//! - `routes`: which policy routes and sysctls it wants in the pod
 //! - `pins`: the bpffs
 //! - [`observe`]: the programs on a namespace without a proxy
 //! - [`trace`]: debug records of the programs
@@ -40,6 +40,7 @@ use self::{
     hooks::TcMode,
     object::{DialRule, Object},
     pins::{Build, Instance, Pins},
+    routes::ROUTING,
     store::Store,
     trie::Compiled,
 };
@@ -243,7 +244,7 @@ impl Ebpf {
             tracing::warn!(uid = %pod.uid, "hooks or pins of the capture are gone, or the pod has new interfaces: attaching anew");
             return Ok(false);
         }
-        let changed = in_netns(&pod.netns, || routes::set_sysctls(plan.v6))?;
+        let changed = in_netns(&pod.netns, || ROUTING.set_sysctls(plan.v6))?;
         let added = routes_in(&pod.netns, plan.v6)?;
         if changed != 0 || added != 0 {
             tracing::warn!(uid = %pod.uid, added, "rules, routes or sysctls of the capture were gone, and are put back");
@@ -279,7 +280,7 @@ impl Ebpf {
             pin(&mut ebpf, name, &directory.join(name))?;
         }
         // Everything that a packet may need is there before the first is steered.
-        let changed = in_netns(&pod.netns, || routes::set_sysctls(plan.v6))?;
+        let changed = in_netns(&pod.netns, || ROUTING.set_sysctls(plan.v6))?;
         let entry = self.entry(pod, changed | before.map_or(0, |before| before.changed_sysctls));
         {
             let mut store = self.store();
@@ -345,12 +346,12 @@ impl Ebpf {
                         .flat_map(hooks::detach_filters),
                 );
             }
-            errors.extend(routes::remove());
+            errors.extend(ROUTING.remove());
             let changed = entries
                 .iter()
                 .filter(mine)
                 .fold(0, |changed, entry| changed | entry.changed_sysctls);
-            errors.extend(routes::restore_sysctls(changed));
+            errors.extend(ROUTING.restore_sysctls(changed));
             errors
         });
         match inside {
@@ -441,7 +442,7 @@ impl Redirector for Ebpf {
     fn forget(&self, uid: &PodUid) -> Result<(), Vec<Error>> {
         let instances = self.pins.of(uid).map_err(|error| vec![error])?;
         let entry = instances.iter().find_map(|instance| self.read_entry(instance));
-        let netns = entry.and_then(|entry| find_netns(entry.netns_ino));
+        let netns = entry.and_then(|entry| Netns::find(entry.netns_ino));
         all_or(self.remove(&instances, netns.as_ref()))
     }
 
@@ -503,29 +504,7 @@ fn in_netns<T>(netns: &Netns, f: impl FnOnce() -> Result<T, Error>) -> Result<T,
 }
 
 fn routes_in(netns: &Netns, v6: bool) -> Result<usize, Error> {
-    in_netns(netns, || routes::add(v6))
-}
-
-/// The namespace of this inode, if somebody still has it: by name, or a process in it.
-fn find_netns(ino: u64) -> Option<Netns> {
-    let named = fs::read_dir("/run/netns")
-        .into_iter()
-        .flatten()
-        .flatten()
-        .map(|entry| entry.path());
-    let of_processes = fs::read_dir("/proc")
-        .into_iter()
-        .flatten()
-        .flatten()
-        .map(|entry| entry.path().join("ns/net"));
-    named.chain(of_processes).find_map(|path| {
-        use std::os::unix::fs::MetadataExt;
-        let found = fs::metadata(&path)
-            .ok()
-            .filter(|metadata| metadata.ino() == ino)
-            .and_then(|_| Netns::open(&path).ok());
-        found.filter(|netns| netns.id().ino == ino)
-    })
+    in_netns(netns, || ROUTING.add(v6))
 }
 
 fn all_or(errors: Vec<Error>) -> Result<(), Vec<Error>> {
