@@ -5,6 +5,7 @@ use std::{
     fs,
     io::{Read, Write},
     net::TcpStream,
+    path::Path,
     process::ExitCode,
 };
 
@@ -13,7 +14,7 @@ use redirector_tests::{
     app::{self, App},
     capture::opened_ports,
     mesh::{Mesh, PORT, refused},
-    netns::Namespace,
+    netns::{Namespace, unique_prefix},
     node::{Family, Pod},
     process::command,
     suite::{Case, Needs, case, main as suite},
@@ -117,6 +118,12 @@ fn main() -> ExitCode {
         for (name, test) in tests {
             cases.push(case(format!("{name}_{}", variant.name()), move || test(variant)));
         }
+    }
+    for variant in Variant::BOTH {
+        cases.push(case(
+            format!("golden_rules_are_printed_as_they_are_written_{}", variant.name()),
+            move || golden_rules_are_printed_as_they_are_written(variant),
+        ));
     }
     cases.push(case(
         "an_enrolment_that_fails_is_undone",
@@ -428,4 +435,43 @@ fn an_enrolment_that_fails_is_undone() {
     mesh.agent.enrol(&mesh.client);
     mesh.agent.enrol(&mesh.server);
     talk(&mesh);
+}
+
+/// What is in place is compared with what is wanted as text.
+fn golden_rules_are_printed_as_they_are_written(variant: Variant) {
+    let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("../redirector/src/redirect/iptables/golden");
+    let mut files: Vec<_> = fs::read_dir(directory)
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .collect();
+    files.sort();
+    assert!(files.len() >= 2, "{files:?}");
+    let prefix = unique_prefix();
+    for (number, file) in files.iter().enumerate() {
+        let ns = Namespace::create(&format!("{prefix}-{number}")).unwrap();
+        let family = match file.extension() {
+            Some(extension) if extension == "v4" => Family::V4,
+            _ => Family::V6,
+        };
+        // Twice: what is there is replaced.
+        for _ in 0..2 {
+            variant.run(&ns, family, "-restore", &format!("--noflush {}", file.display()));
+        }
+        let saved = variant.run(&ns, family, "-save", "");
+        let golden = fs::read_to_string(file).unwrap();
+        for rule in golden.lines().filter(|line| line.starts_with("-A ISTIO")) {
+            // All ports are printed as no match at all.
+            let rule = rule.replace(" --dport 0:65535", "");
+            let times = |text: &str| text.lines().filter(|line| *line == rule).count();
+            let expected = golden.replace(" --dport 0:65535", "");
+            assert_eq!(
+                times(&saved),
+                times(&expected),
+                "{}: {rule}\n{saved}",
+                file.display()
+            );
+        }
+        let rules = |text: &str| text.lines().filter(|line| line.starts_with("-A ISTIO")).count();
+        assert_eq!(rules(&saved), rules(&golden), "{}\n{saved}", file.display());
+    }
 }
