@@ -47,7 +47,7 @@ use crate::{
         status, zds,
     },
     proxy::{self, Shared},
-    redirect::{self, Redirector, ebpf, iptables, none::NoRedirect},
+    redirect::{self, Redirector, ebpf, iptables, moved::Moved, none::NoRedirect},
     sys::{process, socket},
     telemetry::{Chain, logs, metrics},
 };
@@ -160,7 +160,8 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
             .await
             .map_err(|_| Error::Ended)??
     };
-    let _pins = (config.redirect == Redirect::Ebpf)
+    // In iptables mode too, where there is something: an eBPF agent's pods are moved.
+    let _pins = (config.redirect != Redirect::None && config.bpffs_dir.exists())
         .then(|| lock(&config.bpffs_dir, "--bpffs-dir"))
         .transpose()?;
 
@@ -251,27 +252,37 @@ async fn end(mut tasks: JoinSet<()>) {
     tasks.shutdown().await;
 }
 
-/// The backend that the configuration names. Blocking.
+/// The backend that the configuration names, with what an earlier agent left of another. Blocking.
 fn build_redirector(config: &Config) -> Result<Arc<dyn Redirector>, Error> {
-    match config.redirect {
-        Redirect::None => Ok(Arc::new(NoRedirect)),
-        Redirect::Iptables => {
-            let settings = iptables::Config {
-                backend: config.iptables_backend,
-                state_dir: config.state_dir.clone(),
-            };
-            let opened = iptables::Iptables::open(&settings);
-            Ok(Arc::new(opened.map_err(Error::Redirect)?))
-        }
-        Redirect::Ebpf => {
-            let settings = ebpf::Config {
-                bpffs_dir: config.bpffs_dir.clone(),
-                force_clsact: config.force_clsact,
-                force_source_port: config.force_source_port,
-            };
-            Ok(Arc::new(ebpf::Ebpf::open(&settings).map_err(Error::Redirect)?))
-        }
-    }
+    let open_ebpf = || {
+        ebpf::Ebpf::open(&ebpf::Config {
+            bpffs_dir: config.bpffs_dir.clone(),
+            force_clsact: config.force_clsact,
+            force_source_port: config.force_source_port,
+        })
+    };
+    let open_iptables = || {
+        iptables::Iptables::open(&iptables::Config {
+            backend: config.iptables_backend,
+            state_dir: config.state_dir.clone(),
+        })
+    };
+    let build = || -> Result<Arc<dyn Redirector>, redirect::Error> {
+        Ok(match config.redirect {
+            Redirect::None => Arc::new(NoRedirect),
+            Redirect::Ebpf if iptables::has_pods(&config.state_dir)? => {
+                info!("pods have iptables rules of an earlier agent, and are moved to eBPF");
+                Arc::new(Moved::new(Box::new(open_ebpf()?), Box::new(open_iptables()?)))
+            }
+            Redirect::Ebpf => Arc::new(open_ebpf()?),
+            Redirect::Iptables if ebpf::has_pods(&config.bpffs_dir)? => {
+                info!("pods have eBPF programs of an earlier agent, and are moved to iptables rules");
+                Arc::new(Moved::new(Box::new(open_iptables()?), Box::new(open_ebpf()?)))
+            }
+            Redirect::Iptables => Arc::new(open_iptables()?),
+        })
+    };
+    build().map_err(Error::Redirect)
 }
 
 fn proxy_metrics(registry: &mut Registry) -> Arc<proxy::Metrics> {

@@ -112,6 +112,10 @@ fn main() -> ExitCode {
             the_nodes_own_connections_keep_their_source,
         ),
         ("lo_without_ipv6_gets_it", lo_without_ipv6_gets_it),
+        (
+            "pods_move_to_ebpf_and_back_and_are_captured_once",
+            pods_move_to_ebpf_and_back_and_are_captured_once,
+        ),
     ];
     let mut cases: Vec<Case> = Vec::new();
     for variant in Variant::BOTH {
@@ -404,6 +408,86 @@ fn lo_without_ipv6_gets_it(variant: Variant) {
     talk(&mesh);
     mesh.agent.release(&mesh.client);
     assert_eq!(mesh.client.ns.sysctl(SYSCTL).unwrap(), "1");
+}
+
+fn pods_move_to_ebpf_and_back_and_are_captured_once(variant: Variant) {
+    const SYSCTL: &str = "net/ipv6/conf/lo/disable_ipv6";
+    let mut mesh = started(variant.options());
+    let gone = mesh.node.pod("gone");
+    // Both backends want it, and each puts it back.
+    mesh.client.ns.set_sysctl(SYSCTL, "1").unwrap();
+    let untouched = routing(&mesh.client);
+    for pod in [&mesh.client, &mesh.server, &gone] {
+        mesh.agent.enrol(pod);
+    }
+    let rules = variant.ours(&mesh.client.ns);
+    let routes = routing(&mesh.client);
+    let is_ebpf = |pod: &Pod| {
+        assert_eq!(variant.ours(&pod.ns), [""; 0]);
+        let routing = routing(pod);
+        assert!(
+            routing.contains("1337") && !routing.contains("0x111"),
+            "{routing}"
+        );
+    };
+    let instances = |directory: &Path| {
+        let builds = fs::read_dir(directory.join("builds"))
+            .into_iter()
+            .flatten()
+            .flatten();
+        builds
+            .map(|build| fs::read_dir(build.path().join("pods")).unwrap().count())
+            .sum::<usize>()
+    };
+    for _ in 0..2 {
+        talk(&mesh);
+        mesh.agent.kill();
+        // One that nobody names any more.
+        fs::remove_file(
+            mesh.agent
+                .state_dir()
+                .join("pods")
+                .join(format!("{}.json", gone.uid)),
+        )
+        .unwrap();
+        mesh.agent.restart_with(&mesh.node, Options::default());
+        is_ebpf(&mesh.client);
+        is_ebpf(&mesh.server);
+        wait::until("what is left of the other pod to go", || {
+            variant.ours(&gone.ns).is_empty().then_some(())
+        });
+        assert_eq!(
+            fs::read_dir(mesh.agent.state_dir().join("iptables"))
+                .unwrap()
+                .count(),
+            0
+        );
+        talk(&mesh);
+        mesh.agent.enrol(&gone);
+        mesh.agent.kill();
+        fs::remove_file(
+            mesh.agent
+                .state_dir()
+                .join("pods")
+                .join(format!("{}.json", gone.uid)),
+        )
+        .unwrap();
+        mesh.agent.restart_with(&mesh.node, variant.options());
+        assert_eq!(variant.ours(&mesh.client.ns), rules);
+        assert_eq!(routing(&mesh.client), routes);
+        wait::until("all programs to go", || {
+            (instances(&mesh.agent.bpffs_dir()) == 0).then_some(())
+        });
+        wait::until("the other pod's routes to go", || {
+            let left = gone.ns.ip_output("rule show");
+            (!left.contains("1337")).then_some(())
+        });
+        mesh.agent.enrol(&gone);
+    }
+    talk(&mesh);
+    mesh.agent.release(&mesh.client);
+    assert_eq!(mesh.client.ns.sysctl(SYSCTL).unwrap(), "1");
+    assert_eq!(routing(&mesh.client), untouched);
 }
 
 /// IPv6's rules can't be written: IPv4's don't stay alone, and the pod is not half captured.

@@ -6,6 +6,7 @@ pub mod ebpf;
 pub mod iptables;
 mod maps;
 pub mod metrics;
+pub mod moved;
 pub mod none;
 mod routes;
 pub mod overrides;

@@ -97,6 +97,14 @@ struct Plan {
     rules: Compiled,
 }
 
+/// Whether pods are captured by programs that are pinned in this directory, of whatever build.
+///
+/// # Errors
+/// When the directory can't be listed.
+pub fn has_pods(bpffs_dir: &Path) -> Result<bool, Error> {
+    Ok(!Pins::existing(bpffs_dir).instances()?.is_empty())
+}
+
 impl Ebpf {
     /// Opens the backend: mounts the bpffs if needed, tries all programs on this kernel, and loads those that all pods share. What is
     /// left of builds that serve no pod is removed.

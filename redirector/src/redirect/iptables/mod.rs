@@ -16,7 +16,7 @@ use std::{
     io,
     net::{IpAddr, SocketAddr},
     os::fd::BorrowedFd,
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::{Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
@@ -52,7 +52,8 @@ const ROUTING: Routing = Routing {
     }],
 };
 
-/// Time between looks at the rules of a pod that is captured. A look starts two programs, some 10 ms of CPU.
+/// Time between looks at the rules of a pod that is captured: a look starts two programs, some 10 ms of CPU. Routes and sysctls are
+/// looked at each time.
 const LOOK_INTERVAL: Duration = Duration::from_secs(30);
 
 /// Rule sets of which it is remembered how the programs print them. Pods have the same, but for a few.
@@ -79,7 +80,7 @@ pub struct Iptables {
 }
 
 /// A look at a pod that found in place, or put there, what was wanted.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 struct Look {
     found: Wanted,
     at: Instant,
@@ -94,6 +95,18 @@ struct Wanted {
     v6: bool,
 }
 
+/// Whether pods have rules of an agent with this state directory.
+///
+/// # Errors
+/// When the records can't be listed.
+pub fn has_pods(state_dir: &Path) -> Result<bool, Error> {
+    Ok(!Records::existing(&records_dir(state_dir)).uids()?.is_empty())
+}
+
+fn records_dir(state_dir: &Path) -> PathBuf {
+    state_dir.join("iptables")
+}
+
 impl Iptables {
     /// Opens the backend: finds the programs, and tries the rules in a namespace made for that.
     ///
@@ -103,7 +116,7 @@ impl Iptables {
         let mut backend = Self {
             tools: Tools::find(config.backend)?,
             v6: false,
-            records: Records::open(&config.state_dir.join("iptables"))?,
+            records: Records::open(&records_dir(&config.state_dir))?,
             printed: Mutex::default(),
             looked: Mutex::default(),
         };
@@ -281,8 +294,8 @@ impl Iptables {
         errors
     }
 
-    /// Captures, with the pod's record written and to be kept up. Tells whether anything was not in place.
-    fn install(&self, pod: &PodNetwork, record: &mut Record, v6: bool) -> Result<bool, Error> {
+    /// Sees to it that routes and sysctls are in place, and tells whether they were not.
+    fn route(&self, pod: &PodNetwork, record: &mut Record, v6: bool) -> Result<bool, Error> {
         let netns = &pod.netns;
         let entered = netns.run(|| {
             let changed = ROUTING.set_sysctls(v6)?;
@@ -294,6 +307,12 @@ impl Iptables {
             record.changed_sysctls |= changed_sysctls;
             self.records.save(&pod.uid, record)?;
         }
+        Ok(routes != 0 || changed_sysctls != 0)
+    }
+
+    /// Sees to it that the rules are in place, and tells whether they were not.
+    fn capture(&self, pod: &PodNetwork, record: &mut Record) -> Result<bool, Error> {
+        let netns = &pod.netns;
         let capture = Capture::from(&pod.rules);
         let rewritten = self.bring(&self.tools, netns, |family| capture.chains(family))?;
         if record.variant != self.tools.variant {
@@ -304,7 +323,7 @@ impl Iptables {
             record.variant = self.tools.variant;
             self.records.save(&pod.uid, record)?;
         }
-        Ok(rewritten || routes != 0 || changed_sysctls != 0)
+        Ok(rewritten)
     }
 }
 
@@ -332,12 +351,10 @@ impl Redirector for Iptables {
             v6: self.plan(pod)?,
         };
         let look = self.looked().remove(&pod.uid).filter(|look| look.found == wanted);
-        if let Some(look) = &look
-            && look.at.elapsed() < LOOK_INTERVAL
-        {
-            self.looked().insert(pod.uid.clone(), look.clone());
-            return Ok(());
-        }
+        let lately = look
+            .as_ref()
+            .map(|look| look.at)
+            .filter(|at| at.elapsed() < LOOK_INTERVAL);
         let before = self
             .records
             .load(&pod.uid)?
@@ -346,16 +363,22 @@ impl Redirector for Iptables {
         if before.is_none() {
             self.records.save(&pod.uid, &record)?;
         }
-        match self.install(pod, &mut record, wanted.v6) {
-            Ok(changed) => {
-                if changed && look.is_some() {
+        let mut put_back = || -> Result<bool, Error> {
+            let routes = self.route(pod, &mut record, wanted.v6)?;
+            Ok(routes | (lately.is_none() && self.capture(pod, &mut record)?))
+        };
+        match put_back() {
+            Ok(put_back) => {
+                if put_back && look.is_some() {
                     tracing::warn!(
                         uid = %pod.uid,
                         "rules, routes or sysctls of the capture were gone or changed, and are put back"
                     );
                 }
-                let at = Instant::now();
-                let look = Look { found: wanted, at };
+                let look = Look {
+                    found: wanted,
+                    at: lately.unwrap_or_else(Instant::now),
+                };
                 self.looked().insert(pod.uid.clone(), look);
                 Ok(())
             }

@@ -62,9 +62,14 @@ impl Records {
             .mode(0o700)
             .create(directory)
             .map_err(|error| Error::new(format!("making {}", directory.display()), error))?;
-        Ok(Self {
+        Ok(Self::existing(directory))
+    }
+
+    /// The directory as it is; it need not be there.
+    pub(super) fn existing(directory: &Path) -> Self {
+        Self {
             directory: directory.to_owned(),
-        })
+        }
     }
 
     fn path(&self, uid: &PodUid) -> PathBuf {
@@ -120,7 +125,11 @@ impl Records {
     pub(super) fn uids(&self) -> Result<Vec<PodUid>, Error> {
         let failed = |error| Error::new(format!("listing {}", self.directory.display()), error);
         let mut uids = Vec::new();
-        for entry in fs::read_dir(&self.directory).map_err(failed)? {
+        let entries = match fs::read_dir(&self.directory) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(uids),
+            entries => entries.map_err(failed)?,
+        };
+        for entry in entries {
             let name = entry.map_err(failed)?.file_name();
             let uid = name.to_str().and_then(|name| name.strip_suffix(SUFFIX));
             uids.extend(uid.and_then(|uid| uid.parse::<PodUid>().ok()));

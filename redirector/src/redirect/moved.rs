@@ -1,0 +1,104 @@
+//! Pods that an earlier agent captured by another backend: each is captured by the one of now, and then let go by the one of before,
+//! so that nothing leaves it in plain in between.
+//!
+//! `app` puts it in place where it finds such pods.
+
+use std::{io, net::SocketAddr, os::fd::BorrowedFd};
+
+use super::{Count, Error, Listeners, Marks, PodNetwork, Redirector};
+use crate::mesh::pod::PodUid;
+
+/// A backend, with what is left of another.
+pub struct Moved {
+    now: Box<dyn Redirector>,
+    before: Box<dyn Redirector>,
+}
+
+impl Moved {
+    /// All pods are `now`'s from here on.
+    pub fn new(now: Box<dyn Redirector>, before: Box<dyn Redirector>) -> Self {
+        Self { now, before }
+    }
+
+    fn is_left(&self, uid: &PodUid) -> Result<bool, Error> {
+        Ok(self.before.attached()?.contains(uid))
+    }
+
+    /// Removes what is left for a pod, and tells whether there was anything.
+    fn let_go(&self, uid: &PodUid) -> Result<bool, Vec<Error>> {
+        if !self.is_left(uid).map_err(|error| vec![error])? {
+            return Ok(false);
+        }
+        self.before.forget(uid)?;
+        tracing::info!(%uid, from = self.before.name(), to = self.now.name(), "the pod has moved to another backend");
+        Ok(true)
+    }
+}
+
+impl Redirector for Moved {
+    fn name(&self) -> &'static str {
+        self.now.name()
+    }
+
+    fn marks(&self) -> Marks {
+        self.now.marks()
+    }
+
+    fn attach(&self, pod: &PodNetwork, listeners: Listeners<'_>) -> Result<(), Error> {
+        self.now.attach(pod, listeners)?;
+        let moved = self.let_go(&pod.uid).map_err(|errors| {
+            let texts: Vec<_> = errors.iter().map(ToString::to_string).collect();
+            let operation = format!("removing what {} left in {}", self.before.name(), pod.uid);
+            Error::new(operation, texts.join("; "))
+        })?;
+        if moved {
+            // Both may want the same sysctl, and the other has put it back to what it was before.
+            self.now.attach(pod, listeners)?;
+        }
+        Ok(())
+    }
+
+    fn release(&self, pod: &PodNetwork) -> Result<(), Error> {
+        self.now.release(pod)
+    }
+
+    fn detach(&self, pod: &PodNetwork) -> Result<(), Vec<Error>> {
+        both(self.now.detach(pod), self.let_go(&pod.uid))
+    }
+
+    fn forget(&self, uid: &PodUid) -> Result<(), Vec<Error>> {
+        both(self.now.forget(uid), self.let_go(uid))
+    }
+
+    fn attached(&self) -> Result<Vec<PodUid>, Error> {
+        let mut uids = self.now.attached()?;
+        uids.extend(self.before.attached()?);
+        uids.sort();
+        uids.dedup();
+        Ok(uids)
+    }
+
+    fn original_dst(&self, connection: BorrowedFd<'_>) -> io::Result<SocketAddr> {
+        self.now.original_dst(connection)
+    }
+
+    fn counts(&self, uid: &PodUid) -> Result<Vec<Count>, Error> {
+        self.now.counts(uid)
+    }
+
+    fn own_socket(&self, socket: BorrowedFd<'_>) -> io::Result<()> {
+        self.now.own_socket(socket)
+    }
+}
+
+/// All that went wrong in two steps of which neither needs the other.
+fn both(first: Result<(), Vec<Error>>, second: Result<bool, Vec<Error>>) -> Result<(), Vec<Error>> {
+    match (first, second) {
+        (Ok(()), Ok(_)) => Ok(()),
+        (Err(errors), Ok(_)) | (Ok(()), Err(errors)) => Err(errors),
+        (Err(mut errors), Err(more)) => {
+            errors.extend(more);
+            Err(errors)
+        }
+    }
+}
