@@ -5,17 +5,27 @@ use std::{
     fs,
     io::{Read, Write},
     net::TcpStream,
+    os::fd::AsFd,
     path::Path,
     process::ExitCode,
+    sync::Arc,
 };
 
+use redirector::{
+    redirect::{
+        Listeners, PodNetwork, Redirector,
+        iptables::{self, Backend, Iptables},
+        rules::{Lists, Networks, Ports, Rules},
+    },
+    sys::netns::Netns,
+};
 use redirector_tests::{
     agent::{Options, Redirect},
     app::{self, App},
     capture::opened_ports,
     mesh::{Mesh, PORT, refused},
     netns::{Namespace, unique_prefix},
-    node::{Family, Pod},
+    node::{Family, Node, Pod},
     process::command,
     suite::{Case, Needs, case, main as suite},
     wait,
@@ -115,6 +125,10 @@ fn main() -> ExitCode {
         (
             "pods_move_to_ebpf_and_back_and_are_captured_once",
             pods_move_to_ebpf_and_back_and_are_captured_once,
+        ),
+        (
+            "lists_of_ports_and_networks_hold",
+            lists_of_ports_and_networks_hold,
         ),
     ];
     let mut cases: Vec<Case> = Vec::new();
@@ -488,6 +502,126 @@ fn pods_move_to_ebpf_and_back_and_are_captured_once(variant: Variant) {
     mesh.agent.release(&mesh.client);
     assert_eq!(mesh.client.ns.sysctl(SYSCTL).unwrap(), "1");
     assert_eq!(routing(&mesh.client), untouched);
+}
+
+/// Without an agent, what is captured is refused and what is left alone passes.
+fn lists_of_ports_and_networks_hold(variant: Variant) {
+    let node = Node::new();
+    let pod = node.pod("pod");
+    let backend = Iptables::open(&iptables::Config {
+        backend: match variant {
+            Variant::Nft => Backend::Nft,
+            Variant::Legacy => Backend::Legacy,
+        },
+        state_dir: node.directory().join("state"),
+    })
+    .unwrap();
+    let untouched = (variant.ours(&pod.ns), routing(&pod));
+    let own: Vec<App> = Family::BOTH
+        .into_iter()
+        .flat_map(|family| {
+            [&*pod, &node.outside].into_iter().flat_map(move |host| {
+                [PORT, PORT + 1].map(|port| App::start(&host.ns, (family.any(), port).into(), app::who))
+            })
+        })
+        .collect();
+    let ports = |text: &str| text.parse::<Ports>().unwrap();
+    let networks = |text: &str| text.parse::<Networks>().unwrap();
+    // What the lists are, and which of PORT and PORT + 1 pass.
+    let only_ports = |text| Lists {
+        only_ports: Some(ports(text)),
+        ..Lists::default()
+    };
+    let only_networks = |text| Lists {
+        only_networks: Some(networks(text)),
+        ..Lists::default()
+    };
+    let not_networks = |text| Lists {
+        not_networks: networks(text),
+        ..Lists::default()
+    };
+    let table = [
+        (Lists::default(), [false, false]),
+        (
+            Lists {
+                not_ports: ports("7,8080"),
+                ..Lists::default()
+            },
+            [true, false],
+        ),
+        (only_ports("8000-8080"), [false, true]),
+        (only_ports(""), [true, true]),
+        (only_ports("*"), [false, false]),
+        (not_networks("192.0.2.0/25,fd77:ffff::/64"), [true, true]),
+        (not_networks("192.0.2.128/25,fd77:fffe::/64"), [false, false]),
+        (not_networks("*"), [true, true]),
+        (only_networks("192.0.2.2,fd77:ffff::2"), [false, false]),
+        (only_networks("192.0.2.3,fd77:ffff::3"), [true, true]),
+        (only_networks("*"), [false, false]),
+        (only_networks(""), [true, true]),
+        (
+            Lists {
+                only_ports: Some(ports("8080-8081")),
+                not_ports: ports("8081"),
+                only_networks: Some(networks("192.0.2.0/24,fd77::/16")),
+                not_networks: networks("10.0.0.0/8"),
+            },
+            [false, true],
+        ),
+    ];
+    let sets = table.into_iter().flat_map(|(lists, passes)| {
+        let outbound = Rules {
+            outbound: lists.clone(),
+            ..Rules::default()
+        };
+        let inbound = Rules {
+            inbound: lists,
+            ..Rules::default()
+        };
+        [(outbound, passes, [false; 2]), (inbound, [false; 2], passes)]
+    });
+    let bypass = Rules {
+        bypass_inbound: true,
+        ..Rules::default()
+    };
+    let netns = Arc::new(Netns::open(&pod.ns.path()).unwrap());
+    let any = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let listeners = Listeners {
+        outbound: any.as_fd(),
+        inbound: any.as_fd(),
+        hbone: any.as_fd(),
+    };
+    let network = |rules| PodNetwork {
+        uid: pod.uid.parse().unwrap(),
+        netns: Arc::clone(&netns),
+        addresses: Family::BOTH.map(|family| pod.ip(family)).into(),
+        rules,
+    };
+    for (rules, outbound, inbound) in sets.chain([(bypass, [false; 2], [true; 2])]) {
+        backend.attach(&network(rules.clone()), listeners).unwrap();
+        for family in Family::BOTH {
+            for (index, port) in [PORT, PORT + 1].into_iter().enumerate() {
+                for (from, to, passes) in [
+                    (&*pod, &node.outside, outbound[index]),
+                    (&node.outside, &*pod, inbound[index]),
+                ] {
+                    let answer = app::ask_who(&from.ns, to.addr(family, port));
+                    assert_eq!(
+                        answer.is_ok(),
+                        passes,
+                        "{rules:?}: {} to {port}: {answer:?}",
+                        from.ip(family)
+                    );
+                }
+            }
+        }
+    }
+    let last = network(Rules::default());
+    backend.release(&last).unwrap();
+    backend.detach(&last).unwrap();
+    assert_eq!((variant.ours(&pod.ns), routing(&pod)), untouched);
+    assert_eq!(backend.attached().unwrap(), []);
+    drop(own);
 }
 
 /// IPv6's rules can't be written: IPv4's don't stay alone, and the pod is not half captured.
