@@ -8,8 +8,8 @@ mod maps;
 pub mod metrics;
 pub mod moved;
 pub mod none;
-mod routes;
 pub mod overrides;
+mod routes;
 pub mod rules;
 
 use std::{

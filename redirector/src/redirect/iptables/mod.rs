@@ -3,6 +3,7 @@
 //!
 //! - `rules`: the rule set as text
 //! - `run`: the programs
+//! - `write`: from the rules that are there to those that are wanted
 //! - `records`: which pods have rules, for the next agent
 //!
 //! Rules outlive the agent. Without one, connections are redirected to ports where nobody listens, and are refused.
@@ -10,11 +11,12 @@
 mod records;
 mod rules;
 mod run;
+mod write;
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::HashMap,
     io,
-    net::{IpAddr, SocketAddr},
+    net::{IpAddr, Ipv6Addr, SocketAddr},
     os::fd::BorrowedFd,
     path::{Path, PathBuf},
     sync::{Mutex, MutexGuard, PoisonError},
@@ -26,8 +28,9 @@ use redirector_common::consts::MARK_PROXY;
 pub use self::run::{Backend, InvalidBackend};
 use self::{
     records::{Record, Records},
-    rules::{Capture, Chains, Family, Found, MARK_TPROXY, Table},
+    rules::{Capture, Chains, Family, MARK_TPROXY, Table},
     run::{Tools, Variant},
+    write::Writer,
 };
 use super::{
     Count, Error, Listeners, Marks, PodNetwork, Redirector,
@@ -56,9 +59,6 @@ const ROUTING: Routing = Routing {
 /// looked at each time.
 const LOOK_INTERVAL: Duration = Duration::from_secs(30);
 
-/// Rule sets of which it is remembered how the programs print them. Pods have the same, but for a few.
-const MAX_PRINTED: usize = 64;
-
 /// Settings of the backend.
 #[derive(Debug, Clone)]
 pub struct Config {
@@ -71,11 +71,8 @@ pub struct Config {
 /// The iptables backend.
 pub struct Iptables {
     tools: Tools,
-    /// Whether rules for IPv6 can be had.
-    v6: bool,
+    writer: Writer,
     records: Records,
-    /// How the programs print a rule set, where that is not as it was written.
-    printed: Mutex<BTreeMap<(Family, Chains), Chains>>,
     looked: Mutex<HashMap<PodUid, Look>>,
 }
 
@@ -113,133 +110,19 @@ impl Iptables {
     /// # Errors
     /// Programs or parts of the kernel that are missing: each says what to do.
     pub fn open(config: &Config) -> Result<Self, Error> {
-        let mut backend = Self {
-            tools: Tools::find(config.backend)?,
-            v6: false,
-            records: Records::open(&records_dir(&config.state_dir))?,
-            printed: Mutex::default(),
-            looked: Mutex::default(),
-        };
-        let scratch =
-            Netns::create().map_err(|error| Error::new("making a namespace to try the rules in", error))?;
-        let rules = Rules::default();
-        let chains = |family| Capture::from(&rules).chains(family);
-        backend.write(&backend.tools, &scratch, Family::V4, &chains(Family::V4))?;
-        match backend.write(&backend.tools, &scratch, Family::V6, &chains(Family::V6)) {
-            Ok(()) => backend.v6 = true,
-            Err(error) => {
-                tracing::warn!(%error, "no rules for IPv6: pods that have IPv6 addresses can't be captured");
-            }
-        }
+        let tools = Tools::find(config.backend)?;
+        let records = Records::open(&records_dir(&config.state_dir))?;
+        let writer = Writer::try_out(&tools, &Rules::default())?;
         tracing::info!(
-            variant = %backend.tools.variant, version = backend.tools.version, v6 = backend.v6,
-            program = %backend.tools.restore_path(Family::V4).display(), "iptables rules accepted by this kernel"
+            variant = %tools.variant, version = tools.version, v6 = writer.v6(),
+            program = %tools.restore_path(Family::V4).display(), "iptables rules accepted by this kernel"
         );
-        Ok(backend)
-    }
-
-    fn families(&self) -> impl Iterator<Item = Family> {
-        [Some(Family::V4), self.v6.then_some(Family::V6)]
-            .into_iter()
-            .flatten()
-    }
-
-    /// What of ours is in a namespace, by family.
-    fn look(&self, tools: &Tools, netns: &Netns) -> Result<Vec<(Family, Found)>, Error> {
-        let families: Vec<_> = self.families().collect();
-        let runs: Vec<_> = families.iter().map(|family| tools.save(*family)).collect();
-        let saved = run::run(netns, &runs);
-        families
-            .into_iter()
-            .zip(saved)
-            .map(|(family, saved)| Ok((family, Found::parse(&saved?))))
-            .collect()
-    }
-
-    /// Writes rules where none of ours are, or others, and looks whether they are there then.
-    fn write(&self, tools: &Tools, netns: &Netns, family: Family, chains: &Chains) -> Result<(), Error> {
-        let saved = run::run(netns, &[tools.save(family)]).remove(0)?;
-        let input = Found::parse(&saved).to(chains);
-        run::run(netns, &[tools.restore(family, &input)]).remove(0)?;
-        self.learn(tools, netns, family, chains)
-    }
-
-    /// Looks how rules are printed that were just written, unless that is known.
-    fn learn(&self, tools: &Tools, netns: &Netns, family: Family, chains: &Chains) -> Result<(), Error> {
-        let key = (family, chains.clone());
-        if self.printed().contains_key(&key) {
-            return Ok(());
-        }
-        let saved = run::run(netns, &[tools.save(family)]).remove(0)?;
-        let found = Found::parse(&saved);
-        if !found.has_form_of(chains) {
-            return Err(Error::new(
-                format!("reading back the {family:?} rules in {}", netns.id()),
-                format!("other rules than those that were written: {found:?}"),
-            ));
-        }
-        let mut printed = self.printed();
-        if printed.len() >= MAX_PRINTED {
-            printed.clear();
-        }
-        printed.insert(key, found.chains);
-        Ok(())
-    }
-
-    /// Whether rules are in place as they were written.
-    fn in_place(&self, family: Family, found: &Found, chains: &Chains) -> bool {
-        found.is(chains)
-            || self
-                .printed()
-                .get(&(family, chains.clone()))
-                .is_some_and(|printed| found.is(printed))
-    }
-
-    /// Brings all families to their wanted rules, and tells whether they had others; what was changed before a failure is changed
-    /// back.
-    fn bring(&self, tools: &Tools, netns: &Netns, wanted: impl Fn(Family) -> Chains) -> Result<bool, Error> {
-        let before = self.look(tools, netns)?;
-        let wanted: Vec<_> = before.iter().map(|(family, _)| wanted(*family)).collect();
-        let pending: Vec<_> = before
-            .iter()
-            .zip(&wanted)
-            .filter(|((family, found), chains)| !self.in_place(*family, found, chains))
-            .map(|((family, found), chains)| (*family, found, chains, found.to(chains)))
-            .collect();
-        let runs: Vec<_> = pending
-            .iter()
-            .map(|(family, _, _, input)| tools.restore(*family, input))
-            .collect();
-        let mut results = run::run(netns, &runs);
-        for (result, (family, _, chains, _)) in results.iter_mut().zip(&pending) {
-            if result.is_ok()
-                && let Err(error) = self.learn(tools, netns, *family, chains)
-            {
-                *result = Err(error);
-            }
-        }
-        let Some(error) = results.into_iter().find_map(Result::err) else {
-            return Ok(!pending.is_empty());
-        };
-        if let Err(undo) = self.undo(tools, netns, &before) {
-            tracing::error!(error = %undo, netns = %netns.id(), "cannot undo a change of rules that failed");
-        }
-        Err(error)
-    }
-
-    fn undo(&self, tools: &Tools, netns: &Netns, before: &[(Family, Found)]) -> Result<(), Error> {
-        let now = self.look(tools, netns)?;
-        for ((family, now), (_, before)) in now.iter().zip(before) {
-            if now != before {
-                let input = now.to(&before.chains);
-                run::run(netns, &[tools.restore(*family, &input)]).remove(0)?;
-            }
-        }
-        Ok(())
-    }
-
-    fn printed(&self) -> MutexGuard<'_, BTreeMap<(Family, Chains), Chains>> {
-        self.printed.lock().unwrap_or_else(PoisonError::into_inner)
+        Ok(Self {
+            tools,
+            writer,
+            records,
+            looked: Mutex::default(),
+        })
     }
 
     fn looked(&self) -> MutexGuard<'_, HashMap<PodUid, Look>> {
@@ -256,31 +139,38 @@ impl Iptables {
 
     /// Whether the pod needs routes for IPv6.
     fn plan(&self, pod: &PodNetwork) -> Result<bool, Error> {
-        let refused = |reason: &str| Err(Error::new(format!("planning the capture of {}", pod.uid), reason));
-        if !self.v6
-            && pod
-                .addresses
-                .iter()
-                .any(|address| address.to_canonical().is_ipv6())
-        {
-            return refused(
-                "it has an IPv6 address, and this node has no ip6tables with nat, mangle and raw: the agent said at its start why",
-            );
-        }
         let found = pod
             .netns
             .run(interfaces)
             .and_then(|interfaces| interfaces)
             .map_err(|error| Error::new(format!("reading the interfaces of {}", pod.netns.id()), error))?;
-        let is_v6 = |address: &IpAddr| address.is_ipv6() && !address.is_loopback();
-        Ok(self.v6 && found.iter().flat_map(|interface| &interface.addresses).any(is_v6))
+        let of_interfaces = found.iter().flat_map(|interface| &interface.addresses);
+        let v6: Vec<&Ipv6Addr> = of_interfaces
+            .filter_map(|address| match address {
+                IpAddr::V6(v6) if !v6.is_loopback() => Some(v6),
+                _ => None,
+            })
+            .collect();
+        if self.writer.v6() {
+            return Ok(!v6.is_empty());
+        }
+        match v6.iter().find(|address| !address.is_unicast_link_local()) {
+            None => Ok(false),
+            Some(address) => Err(Error::new(
+                format!("planning the capture of {}", pod.uid),
+                format!(
+                    "it has the address {address}, and the rules for IPv6 can't be written on this node: the agent said at \
+                     its start why"
+                ),
+            )),
+        }
     }
 
     /// Removes all of ours from a namespace.
     fn clear(&self, netns: &Netns, record: &Record) -> Vec<Error> {
         let cleared = self
             .tools_of(record.variant)
-            .and_then(|tools| self.bring(&tools, netns, |_| Chains::new()));
+            .and_then(|tools| self.writer.bring(&tools, netns, |_| Chains::new()));
         let mut errors: Vec<_> = cleared.err().into_iter().collect();
         let inside = netns.run(|| {
             let mut errors = ROUTING.remove();
@@ -314,11 +204,13 @@ impl Iptables {
     fn capture(&self, pod: &PodNetwork, record: &mut Record) -> Result<bool, Error> {
         let netns = &pod.netns;
         let capture = Capture::from(&pod.rules);
-        let rewritten = self.bring(&self.tools, netns, |family| capture.chains(family))?;
+        let rewritten = self
+            .writer
+            .bring(&self.tools, netns, |family| capture.chains(family))?;
         if record.variant != self.tools.variant {
             // Only now: nothing leaves in plain in between.
             let others = self.tools_of(record.variant)?;
-            self.bring(&others, netns, |_| Chains::new())?;
+            self.writer.bring(&others, netns, |_| Chains::new())?;
             tracing::info!(uid = %pod.uid, old = %record.variant, new = %self.tools.variant, "rules moved");
             record.variant = self.tools.variant;
             self.records.save(&pod.uid, record)?;
@@ -399,13 +291,13 @@ impl Redirector for Iptables {
         self.looked().remove(&pod.uid);
         // What is redirected already is so by conntrack's memory, and needs no rule; but marks and routes bring the answers of
         // the pod's application back to the proxy.
-        let before = self.look(&self.tools, &pod.netns)?;
-        for (family, found) in before {
-            let mut without = found.chains.clone();
-            without.retain(|(table, _), _| *table != Table::Nat);
-            let input = found.to(&without);
-            run::run(&pod.netns, &[self.tools.restore(family, &input)]).remove(0)?;
-        }
+        let nothing_redirected = |mut found: Chains| {
+            found.retain(|(table, _), _| *table != Table::Nat);
+            found
+        };
+        self.writer.change(&self.tools, &pod.netns, |_, found| {
+            nothing_redirected(found.chains.clone())
+        })?;
         Ok(())
     }
 
