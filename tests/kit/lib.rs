@@ -5,6 +5,7 @@
 //! - [`cni`]: pod events over the Unix socket; [`zds`]: the same over ZDS, with us as the server
 //! - [`app`]: applications of the pods, and their clients; [`process`]: other programs in a pod
 //! - [`capture`]: what was on the wire; [`counters`]: what the kernel and the daemon counted
+//! - [`iptables`]: rules in a pod
 //! - [`ca`]: certificates for peers that are not ours; [`envoy`] is such a peer
 //! - [`mesh`]: what most tests begin with; [`suite`]: the harness
 //!
@@ -18,6 +19,7 @@ pub mod capture;
 pub mod cni;
 pub mod counters;
 pub mod envoy;
+pub mod iptables;
 pub mod mesh;
 pub mod netns;
 pub mod node;

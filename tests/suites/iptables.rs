@@ -14,15 +14,16 @@ use std::{
 use redirector::{
     redirect::{
         Listeners, PodNetwork, Redirector,
-        iptables::{self, Backend, Iptables},
+        iptables::{Backend, Config, Iptables},
         rules::{Lists, Networks, Ports, Rules},
     },
     sys::netns::Netns,
 };
 use redirector_tests::{
-    agent::{Options, Redirect},
+    agent::Options,
     app::{self, App},
     capture::opened_ports,
+    iptables::{Variant, routing},
     mesh::{Mesh, PORT, refused},
     netns::{Namespace, unique_prefix},
     node::{Family, Node, Pod},
@@ -33,72 +34,6 @@ use redirector_tests::{
 };
 
 const CYCLES: usize = 20;
-
-/// Which programs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Variant {
-    Nft,
-    Legacy,
-}
-
-impl Variant {
-    const BOTH: [Self; 2] = [Self::Nft, Self::Legacy];
-
-    fn name(self) -> &'static str {
-        match self {
-            Self::Nft => "nft",
-            Self::Legacy => "legacy",
-        }
-    }
-
-    fn options(self) -> Options {
-        let redirect = match self {
-            Self::Nft => Redirect::IptablesNft,
-            Self::Legacy => Redirect::IptablesLegacy,
-        };
-        Options {
-            redirect,
-            ..Options::default()
-        }
-    }
-
-    /// What a program of a family says in a namespace, e.g. `save` with `-c`.
-    fn run(self, ns: &Namespace, family: Family, what: &str, arguments: &str) -> String {
-        let family = match family {
-            Family::V4 => "iptables",
-            Family::V6 => "ip6tables",
-        };
-        let program = format!("{family}-{}{what}", self.name());
-        let output = command(ns, &program)
-            .args(arguments.split_whitespace())
-            .output()
-            .expect("the package iptables is installed");
-        let said = String::from_utf8_lossy(&output.stderr);
-        assert!(output.status.success(), "{program} {arguments}: {said}");
-        String::from_utf8_lossy(&output.stdout).into_owned()
-    }
-
-    /// All rules and chains of a namespace, both families', without counters and comments.
-    fn saved(self, ns: &Namespace) -> String {
-        let text = Family::BOTH
-            .map(|family| self.run(ns, family, "-save", ""))
-            .concat();
-        let lines = text.lines().filter(|line| !line.starts_with('#'));
-        lines
-            .map(|line| line.split(" [").next().unwrap_or_default().to_owned() + "\n")
-            .collect()
-    }
-
-    /// The lines of these that are ours.
-    fn ours(self, ns: &Namespace) -> Vec<String> {
-        let saved = self.saved(ns);
-        saved
-            .lines()
-            .filter(|line| line.contains("ISTIO"))
-            .map(str::to_owned)
-            .collect()
-    }
-}
 
 fn main() -> ExitCode {
     type Test = fn(Variant);
@@ -125,6 +60,10 @@ fn main() -> ExitCode {
         (
             "pods_move_to_ebpf_and_back_and_are_captured_once",
             pods_move_to_ebpf_and_back_and_are_captured_once,
+        ),
+        (
+            "a_change_of_rules_touches_no_open_connection",
+            a_change_of_rules_touches_no_open_connection,
         ),
         (
             "lists_of_ports_and_networks_hold",
@@ -162,17 +101,6 @@ fn talk(mesh: &Mesh) {
 
 fn started(options: Options) -> Mesh {
     Mesh::started(options, |client, server| Workloads::hbone([client, server]))
-}
-
-/// Policy rules and the routes of the tables that are ours.
-fn routing(pod: &Pod) -> String {
-    let rules = ["-4 rule show", "-6 rule show"].map(|command| pod.ns.ip_output(command));
-    let routes = ["-4", "-6"].map(|family| {
-        let all = pod.ns.ip_output(&format!("{family} route show table all"));
-        let of_table = all.lines().filter(|line| line.contains("table 100 "));
-        of_table.map(|line| line.to_owned() + "\n").collect::<String>()
-    });
-    [rules, routes].concat().concat()
 }
 
 /// Rules that are written again have counted nothing.
@@ -508,7 +436,7 @@ fn pods_move_to_ebpf_and_back_and_are_captured_once(variant: Variant) {
 fn lists_of_ports_and_networks_hold(variant: Variant) {
     let node = Node::new();
     let pod = node.pod("pod");
-    let backend = Iptables::open(&iptables::Config {
+    let backend = Iptables::open(&Config {
         backend: match variant {
             Variant::Nft => Backend::Nft,
             Variant::Legacy => Backend::Legacy,
@@ -622,6 +550,38 @@ fn lists_of_ports_and_networks_hold(variant: Variant) {
     assert_eq!((variant.ours(&pod.ns), routing(&pod)), untouched);
     assert_eq!(backend.attached().unwrap(), []);
     drop(own);
+}
+
+fn a_change_of_rules_touches_no_open_connection(variant: Variant) {
+    let mesh = Mesh::hbone(variant.options());
+    let _apps =
+        Family::BOTH.map(|family| App::start(&mesh.server.ns, (family.any(), PORT).into(), app::echo));
+    let enrol = |excluded: &str| {
+        let mut event = redirector_tests::cni::event(&mesh.client);
+        event["Annotations"]["redirector.io/exclude-outbound-ports"] = excluded.into();
+        let answer = mesh.agent.post("/cmdadd", &event.to_string());
+        assert_eq!(answer.status, 200, "{}", answer.body);
+    };
+    let mut open: Vec<TcpStream> = Vec::new();
+    // Captured, left alone, and captured again; each time all that are open go on.
+    for (excluded, passes) in [("", false), ("8000-8100", true), ("", false)] {
+        enrol(excluded);
+        let capture = mesh.node.capture(&mesh.server);
+        for family in Family::BOTH {
+            open.push(app::connect(&mesh.client.ns, mesh.server.addr(family, PORT)).unwrap());
+        }
+        for stream in &mut open {
+            let mut buffer = [0; 4];
+            stream.write_all(b"ping").unwrap();
+            stream.read_exact(&mut buffer).unwrap();
+            assert_eq!(&buffer, b"ping");
+        }
+        assert_eq!(
+            opened_ports(&capture.stop()).contains(&PORT),
+            passes,
+            "{excluded:?}"
+        );
+    }
 }
 
 /// IPv6's rules can't be written: IPv4's don't stay alone, and the pod is not half captured.
