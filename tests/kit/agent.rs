@@ -16,7 +16,7 @@ use crate::{
     cni::{self, Answer},
     counters::{Sample, parse_metrics},
     node::{Node, Pod},
-    process::{Process, command},
+    process::{self, Process, command},
     wait,
     workloads::Workloads,
 };
@@ -117,6 +117,12 @@ impl Agent {
     }
 
     fn launch(node: &Node, directory: &Path, options: Options) -> Result<Self> {
+        let mut agent = Self::spawn(node, directory, options)?;
+        agent.wait_ready(node)?;
+        Ok(agent)
+    }
+
+    fn spawn(node: &Node, directory: &Path, options: Options) -> Result<Self> {
         let mut command = command(
             &node.host.ns,
             binary().context("there is no redirector binary: cargo xtask test builds it")?,
@@ -152,15 +158,13 @@ impl Agent {
             .env("RUST_BACKTRACE", "1");
         let process = Process::start(&mut command, &directory.join("agent.log"))?;
         let metrics = (std::net::Ipv4Addr::LOCALHOST, METRICS_PORT).into();
-        let mut agent = Self {
+        Ok(Self {
             options,
             directory: directory.to_owned(),
             process,
             metrics,
             node: node.host.ns.path(),
-        };
-        agent.wait_ready(node)?;
-        Ok(agent)
+        })
     }
 
     fn wait_ready(&mut self, node: &Node) -> Result<()> {
@@ -284,6 +288,41 @@ impl Agent {
         let directory = self.directory.clone();
         *self = Self::launch(node, &directory, options)
             .unwrap_or_else(|error| panic!("restarting the agent: {error:#}"));
+    }
+
+    /// Starts a new one on the same directories, and ends it as a crash would after `life`, wherever it is by then.
+    ///
+    /// # Panics
+    /// When it cannot be started.
+    pub fn restart_for(&mut self, node: &Node, life: Duration) {
+        assert!(self.process.ended().is_some(), "the agent still runs");
+        let (directory, options) = (self.directory.clone(), self.options.clone());
+        *self = Self::spawn(node, &directory, options)
+            .unwrap_or_else(|error| panic!("restarting the agent: {error:#}"));
+        std::thread::sleep(life);
+        self.kill();
+    }
+
+    /// Changes how the next one is started.
+    pub fn set_options(&mut self, options: Options) {
+        self.options = options;
+    }
+
+    /// Runs `redirector uninstall` on its directories; returns how it ended, and what it printed.
+    ///
+    /// # Panics
+    /// When it has not ended in time.
+    pub fn uninstall(&self, node: &Node, arguments: &[&str]) -> (ExitStatus, String) {
+        let mut command = command(&node.host.ns, binary().expect("the agent runs by it"));
+        command.arg("uninstall");
+        for (flag, file) in [
+            ("--state-dir", "state"),
+            ("--bpffs-dir", "bpf"),
+            ("--cni-socket", "cni.sock"),
+        ] {
+            command.arg(flag).arg(self.directory.join(file));
+        }
+        process::output(command.args(arguments), STOP_DEADLINE)
     }
 
     /// Everything it printed since its first start.

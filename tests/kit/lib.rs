@@ -6,6 +6,7 @@
 //! - [`app`]: applications of the pods, and their clients; [`process`]: other programs in a pod
 //! - [`capture`]: what was on the wire; [`counters`]: what the kernel and the daemon counted
 //! - [`iptables`]: rules in a pod
+//! - [`foreign`]: eBPF programs of others; [`footprint`]: all that anybody has put into a namespace
 //! - [`ca`]: certificates for peers that are not ours; [`envoy`] is such a peer
 //! - [`mesh`]: what most tests begin with; [`suite`]: the harness
 //!
@@ -20,6 +21,8 @@ pub mod cni;
 pub mod counters;
 pub mod envoy;
 pub mod iptables;
+pub mod footprint;
+pub mod foreign;
 pub mod mesh;
 pub mod netns;
 pub mod node;

@@ -37,14 +37,22 @@ pub fn interrupted() -> bool {
 ///
 /// # Panics
 /// After [`DEADLINE`], with what was waited for; and when we were asked to end.
-pub fn until<T>(what: &str, mut ask: impl FnMut() -> Option<T>) -> T {
-    let end = Instant::now() + DEADLINE;
+pub fn until<T>(what: &str, ask: impl FnMut() -> Option<T>) -> T {
+    within(DEADLINE, what, ask)
+}
+
+/// Asks until there is an answer, for as long as `deadline`.
+///
+/// # Panics
+/// After the deadline, with what was waited for; and when we were asked to end.
+pub fn within<T>(deadline: Duration, what: &str, mut ask: impl FnMut() -> Option<T>) -> T {
+    let end = Instant::now() + deadline;
     loop {
         if let Some(answer) = ask() {
             return answer;
         }
         assert!(!interrupted(), "interrupted while waiting for {what}");
-        assert!(Instant::now() < end, "waited {} s for {what}", DEADLINE.as_secs());
+        assert!(Instant::now() < end, "waited {deadline:?} for {what}");
         thread::sleep(PAUSE);
     }
 }

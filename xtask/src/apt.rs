@@ -21,6 +21,7 @@ pub(crate) const TESTS: &[Program] = &[
     ("nsenter", "util-linux"),
     ("curl", "curl"),
     ("nft", "nftables"),
+    ("bpftool", "bpftool"),
     ("iptables-nft-restore", "iptables"),
     ("nginx", "nginx-light"),
     ("openssl", "openssl"),

@@ -44,29 +44,41 @@ pub(crate) fn ebpf_object(forced: Option<Way>) -> Result<PathBuf> {
     compile(&toolchain)
 }
 
+/// What is built for BPF: package, which names its program too, and the file of its object in target/bpf.
+const OBJECTS: [(&str, &str); 2] = [
+    ("redirector-ebpf", "redirector.bpf.o"),
+    // Of the suites, which attach it beside ours.
+    ("redirector-foreign", "foreign.bpf.o"),
+];
+
+/// Builds all objects, and returns where the daemon's own is.
 fn compile(toolchain: &Toolchain) -> Result<PathBuf> {
-    let step = Step::start(format!("eBPF object, with {toolchain}"));
+    let step = Step::start(format!("eBPF objects, with {toolchain}"));
     let target = process::root().join("target/bpf-build");
+    let packages = OBJECTS.iter().flat_map(|(package, _)| ["--package", package]);
     process::run(
         toolchain
             .cargo_build()?
-            .args(["--package", "redirector-ebpf", "--target-dir"])
+            .args(packages)
+            .arg("--target-dir")
             .arg(&target),
     )?;
-    let built = target.join("bpfel-unknown-none/release/redirector-ebpf");
-    // Nothing else lies in this directory: redirector/build.rs watches it.
-    let object = process::root().join("target/bpf/redirector.bpf.o");
-    let bytes = fs::read(&built).with_context(|| format!("reading {}", built.display()))?;
-    if !bytes.starts_with(b"\x7fELF") {
-        bail!("{} is not an object file", built.display());
-    }
-    // Untouched when it is the same, so that what embeds it is not built anew.
-    if fs::read(&object).ok().as_ref() != Some(&bytes) {
-        fs::create_dir_all(object.parent().expect("it lies in target/bpf"))?;
-        fs::write(&object, &bytes).with_context(|| format!("writing {}", object.display()))?;
+    let directory = process::root().join("target/bpf");
+    for (package, object) in OBJECTS {
+        let built = target.join("bpfel-unknown-none/release").join(package);
+        let object = directory.join(object);
+        let bytes = fs::read(&built).with_context(|| format!("reading {}", built.display()))?;
+        if !bytes.starts_with(b"\x7fELF") {
+            bail!("{} is not an object file", built.display());
+        }
+        // Untouched when it is the same, so that what embeds it is not built anew.
+        if fs::read(&object).ok().as_ref() != Some(&bytes) {
+            fs::create_dir_all(&directory)?;
+            fs::write(&object, &bytes).with_context(|| format!("writing {}", object.display()))?;
+        }
     }
     step.done();
-    Ok(object)
+    Ok(directory.join(OBJECTS[0].1))
 }
 
 /// What cargo built, by target name.
