@@ -142,6 +142,9 @@ pub const FLAG_CLSACT: u32 = 1 << 4;
 /// Capture nothing inbound but HBONE: the pod is an ingress gateway.
 pub const FLAG_BYPASS_INBOUND: u32 = 1 << 5;
 
+/// The agent has added the clsact qdisc that its filters hang on, and not found it there; for the agent only.
+pub const FLAG_ADDED_CLSACT: u32 = 1 << 6;
+
 impl PodEntry {
     /// Whether all bits of `flag` are set.
     #[inline(always)]

@@ -48,7 +48,10 @@ use crate::{
     },
     proxy::{self, Shared},
     redirect::{self, Redirector, ebpf, iptables, moved::Moved, none::NoRedirect},
-    sys::{process, socket},
+    sys::{
+        lock::{DirectoryLock, LockError},
+        process, socket,
+    },
     telemetry::{Chain, logs, metrics},
 };
 
@@ -58,8 +61,9 @@ const EVENTS: usize = 64;
 /// Time that the tasks which only serve get to end, after the pods have.
 const STOP_DEADLINE: Duration = Duration::from_secs(5);
 
-/// Time between looks at whether each pod's capture is still whole. A look costs some tenths of a millisecond.
-const CHECK_INTERVAL: Duration = Duration::from_secs(5);
+/// Time between looks at whether each pod's capture is still whole: what somebody takes away is back within 2 s, looks and
+/// repairs included. A look at a pod that is as it was costs about a tenth of a millisecond.
+const CHECK_INTERVAL: Duration = Duration::from_millis(1500);
 
 /// Why the agent does not run.
 #[derive(Debug, thiserror::Error)]
@@ -98,9 +102,20 @@ pub enum Error {
         path: PathBuf,
         /// The flag that chooses another.
         flag: &'static str,
+        /// Who has it.
+        #[source]
+        source: LockError,
+    },
+    /// A directory cannot be locked.
+    #[error("cannot lock {path} ({flag})", path = .path.display())]
+    Lock {
+        /// Which.
+        path: PathBuf,
+        /// The flag that chooses another.
+        flag: &'static str,
         /// Why.
         #[source]
-        source: io::Error,
+        source: LockError,
     },
     /// An address cannot be listened on.
     #[error("cannot listen on {address} ({flag})")]
@@ -160,10 +175,14 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
             .await
             .map_err(|_| Error::Ended)??
     };
-    // In iptables mode too, where there is something: an eBPF agent's pods are moved.
-    let _pins = (config.redirect != Redirect::None && config.bpffs_dir.exists())
-        .then(|| lock(&config.bpffs_dir, "--bpffs-dir"))
-        .transpose()?;
+    // Whatever the backend: the pins of an earlier agent are removed pod by pod, those of another one must not be.
+    let _pins = match lock(&config.bpffs_dir, "--bpffs-dir") {
+        Err(Error::Lock {
+            source: LockError::System(error),
+            ..
+        }) if error.kind() == io::ErrorKind::NotFound => None,
+        locked => Some(locked?),
+    };
 
     let mut registry = metrics::registry();
     redirect::metrics::register(&mut registry, Arc::clone(&redirector));
@@ -254,32 +273,36 @@ async fn end(mut tasks: JoinSet<()>) {
 
 /// The backend that the configuration names, with what an earlier agent left of another. Blocking.
 fn build_redirector(config: &Config) -> Result<Arc<dyn Redirector>, Error> {
-    let open_ebpf = || {
-        ebpf::Ebpf::open(&ebpf::Config {
-            bpffs_dir: config.bpffs_dir.clone(),
-            force_clsact: config.force_clsact,
-            force_source_port: config.force_source_port,
-        })
-    };
-    let open_iptables = || {
-        iptables::Iptables::open(&iptables::Config {
-            backend: config.iptables_backend,
-            state_dir: config.state_dir.clone(),
-        })
-    };
     let build = || -> Result<Arc<dyn Redirector>, redirect::Error> {
-        Ok(match config.redirect {
-            Redirect::None => Arc::new(NoRedirect),
-            Redirect::Ebpf if iptables::has_pods(&config.state_dir)? => {
-                info!("pods have iptables rules of an earlier agent, and are moved to eBPF");
-                Arc::new(Moved::new(Box::new(open_ebpf()?), Box::new(open_iptables()?)))
+        let now: Box<dyn Redirector> = match config.redirect {
+            Redirect::None => Box::new(NoRedirect),
+            Redirect::Ebpf => Box::new(ebpf::Ebpf::open(&ebpf::Config {
+                bpffs_dir: config.bpffs_dir.clone(),
+                force_clsact: config.force_clsact,
+                force_source_port: config.force_source_port,
+            })?),
+            Redirect::Iptables => Box::new(iptables::Iptables::open(&config.iptables())?),
+        };
+        let mut before = Vec::new();
+        for other in redirect::leftovers(&config.bpffs_dir, config.iptables()) {
+            if other.backend() == now.name() {
+                continue;
             }
-            Redirect::Ebpf => Arc::new(open_ebpf()?),
-            Redirect::Iptables if ebpf::has_pods(&config.bpffs_dir)? => {
-                info!("pods have eBPF programs of an earlier agent, and are moved to iptables rules");
-                Arc::new(Moved::new(Box::new(open_iptables()?), Box::new(open_ebpf()?)))
+            let pods = other.pods()?.len();
+            if pods > 0 {
+                info!(
+                    pods,
+                    from = other.backend(),
+                    to = now.name(),
+                    "pods were captured by an earlier agent otherwise, and are moved"
+                );
+                before.push(other);
             }
-            Redirect::Iptables => Arc::new(open_iptables()?),
+        }
+        Ok(if before.is_empty() {
+            now.into()
+        } else {
+            Arc::new(Moved::new(now, before))
         })
     };
     build().map_err(Error::Redirect)
@@ -331,17 +354,12 @@ async fn release_memory(stop: CancellationToken) {
     }
 }
 
-/// Keeps a directory to this agent for as long as the returned value lives: two agents would release each other's pods. The
-/// lock is the directory's own, so it leaves no file behind, and a killed agent's is gone with it.
-fn lock(path: &Path, flag: &'static str) -> Result<fs::File, Error> {
-    let locked = fs::File::open(path).and_then(|directory| {
-        directory.try_lock()?;
-        Ok(directory)
-    });
-    locked.map_err(|source| Error::InUse {
-        path: path.to_owned(),
-        flag,
-        source,
+/// Keeps a directory to this agent for as long as the returned value lives: two agents would release each other's pods.
+fn lock(path: &Path, flag: &'static str) -> Result<DirectoryLock, Error> {
+    let path = path.to_owned();
+    DirectoryLock::take(&path).map_err(|source| match source {
+        LockError::Held { .. } => Error::InUse { path, flag, source },
+        LockError::System(_) => Error::Lock { path, flag, source },
     })
 }
 

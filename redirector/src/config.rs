@@ -319,6 +319,14 @@ impl Config {
         }
     }
 
+    /// The part of the iptables backend.
+    pub fn iptables(&self) -> iptables::Config {
+        iptables::Config {
+            backend: self.iptables_backend,
+            state_dir: self.state_dir.clone(),
+        }
+    }
+
     /// The part of the data path.
     pub fn proxy(&self) -> proxy::Config {
         let mut config = proxy::Config {

@@ -16,6 +16,7 @@ use std::{
     io,
     net::{IpAddr, SocketAddr},
     os::fd::BorrowedFd,
+    path::Path,
     sync::Arc,
 };
 
@@ -96,6 +97,31 @@ pub trait Redirector: Send + Sync {
 
     /// Tells a socket of the proxy's own, before it connects or listens, from the applications'.
     fn own_socket(&self, socket: BorrowedFd<'_>) -> io::Result<()>;
+}
+
+/// What a backend has left in pods: found and removed without opening the backend, and so whatever this kernel can, and
+/// whichever backend serves the pods now. All methods block.
+pub trait Leftovers: Send + Sync {
+    /// The backend's name, as [`Redirector::name`] has it.
+    fn backend(&self) -> &'static str;
+
+    /// The pods for which something is in place, whoever attached them.
+    fn pods(&self) -> Result<Vec<PodUid>, Error>;
+
+    /// Removes all there is for a pod, as [`Redirector::detach`] does: in its namespace `netns`, or in the one it was attached
+    /// to, if that is still there.
+    fn remove(&self, uid: &PodUid, netns: Option<&Netns>) -> Result<(), Vec<Error>>;
+
+    /// Removes what all pods share, and the directories; after the last pod's.
+    fn remove_shared(&self) -> Result<(), Vec<Error>>;
+}
+
+/// Those of all backends that leave something.
+pub fn leftovers(bpffs_dir: &Path, iptables: iptables::Config) -> Vec<Box<dyn Leftovers>> {
+    vec![
+        Box::new(ebpf::leftovers::Pinned::new(bpffs_dir)),
+        Box::new(iptables::leftovers::Recorded::new(iptables)),
+    ]
 }
 
 /// Packets counted by one program for one reason.

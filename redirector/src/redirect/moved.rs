@@ -5,33 +5,39 @@
 
 use std::{io, net::SocketAddr, os::fd::BorrowedFd};
 
-use super::{Count, Error, Listeners, Marks, PodNetwork, Redirector};
-use crate::mesh::pod::PodUid;
+use super::{Count, Error, Leftovers, Listeners, Marks, PodNetwork, Redirector};
+use crate::{mesh::pod::PodUid, sys::netns::Netns};
 
-/// A backend, with what is left of another.
+/// A backend, with what is left of others.
 pub struct Moved {
     now: Box<dyn Redirector>,
-    before: Box<dyn Redirector>,
+    before: Vec<Box<dyn Leftovers>>,
 }
 
 impl Moved {
     /// All pods are `now`'s from here on.
-    pub fn new(now: Box<dyn Redirector>, before: Box<dyn Redirector>) -> Self {
+    pub fn new(now: Box<dyn Redirector>, before: Vec<Box<dyn Leftovers>>) -> Self {
         Self { now, before }
     }
 
-    fn is_left(&self, uid: &PodUid) -> Result<bool, Error> {
-        Ok(self.before.attached()?.contains(uid))
-    }
-
     /// Removes what is left for a pod, and tells whether there was anything.
-    fn let_go(&self, uid: &PodUid) -> Result<bool, Vec<Error>> {
-        if !self.is_left(uid).map_err(|error| vec![error])? {
-            return Ok(false);
+    fn let_go(&self, uid: &PodUid, netns: Option<&Netns>) -> Result<bool, Vec<Error>> {
+        let (mut any, mut errors) = (false, Vec::new());
+        for before in &self.before {
+            let removed = match before.pods() {
+                Ok(pods) if !pods.contains(uid) => continue,
+                Ok(_) => before.remove(uid, netns),
+                Err(error) => Err(vec![error]),
+            };
+            match removed {
+                Ok(()) => {
+                    any = true;
+                    tracing::info!(%uid, from = before.backend(), to = self.now.name(), "the pod has moved to another backend");
+                }
+                Err(more) => errors.extend(more),
+            }
         }
-        self.before.forget(uid)?;
-        tracing::info!(%uid, from = self.before.name(), to = self.now.name(), "the pod has moved to another backend");
-        Ok(true)
+        if errors.is_empty() { Ok(any) } else { Err(errors) }
     }
 }
 
@@ -46,9 +52,9 @@ impl Redirector for Moved {
 
     fn attach(&self, pod: &PodNetwork, listeners: Listeners<'_>) -> Result<(), Error> {
         self.now.attach(pod, listeners)?;
-        let moved = self.let_go(&pod.uid).map_err(|errors| {
+        let moved = self.let_go(&pod.uid, Some(&pod.netns)).map_err(|errors| {
             let texts: Vec<_> = errors.iter().map(ToString::to_string).collect();
-            let operation = format!("removing what {} left in {}", self.before.name(), pod.uid);
+            let operation = format!("removing what another backend left in {}", pod.uid);
             Error::new(operation, texts.join("; "))
         })?;
         if moved {
@@ -63,16 +69,18 @@ impl Redirector for Moved {
     }
 
     fn detach(&self, pod: &PodNetwork) -> Result<(), Vec<Error>> {
-        both(self.now.detach(pod), self.let_go(&pod.uid))
+        both(self.now.detach(pod), self.let_go(&pod.uid, Some(&pod.netns)))
     }
 
     fn forget(&self, uid: &PodUid) -> Result<(), Vec<Error>> {
-        both(self.now.forget(uid), self.let_go(uid))
+        both(self.now.forget(uid), self.let_go(uid, None))
     }
 
     fn attached(&self) -> Result<Vec<PodUid>, Error> {
         let mut uids = self.now.attached()?;
-        uids.extend(self.before.attached()?);
+        for before in &self.before {
+            uids.extend(before.pods()?);
+        }
         uids.sort();
         uids.dedup();
         Ok(uids)

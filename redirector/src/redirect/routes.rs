@@ -10,15 +10,17 @@ use std::{
 
 use redirector_common::consts::{MARK_MASK, Mark};
 use rtnetlink::{
-    Handle, RouteMessageBuilder,
+    RouteMessageBuilder,
+    packet_core::{NLM_F_CREATE, NLM_F_EXCL},
     packet_route::{
-        AddressFamily,
-        route::{RouteMessage, RouteScope, RouteType},
+        AddressFamily, RouteNetlinkMessage,
+        route::{RouteAddress, RouteAttribute, RouteMessage, RouteScope, RouteType},
         rule::{RuleAction, RuleAttribute, RuleMessage},
     },
 };
 
 use super::Error;
+use crate::sys::netlink::Netlink;
 
 /// The routes and sysctls that a backend wants in a pod.
 #[derive(Debug)]
@@ -54,6 +56,9 @@ fn digit(value: bool) -> &'static str {
     if value { "1" } else { "0" }
 }
 
+/// lo's, in every namespace.
+const LOOPBACK_IFINDEX: u32 = 1;
+
 impl Routing {
     /// Sets the sysctls; those of IPv6 as well if the pod has IPv6 addresses. Returns which ones it changed.
     pub(super) fn set_sysctls(&self, v6: bool) -> Result<u32, Error> {
@@ -76,6 +81,15 @@ impl Routing {
         Ok(changed)
     }
 
+    /// Whether all that is wanted is in place; cheap, for looks that mostly find it so.
+    pub(super) fn in_place(&self, netlink: &mut Netlink, v6: bool) -> bool {
+        let set = |sysctl: &Sysctl| {
+            fs::read_to_string(sysctl.path()).is_ok_and(|value| value.trim() == digit(sysctl.wanted))
+        };
+        self.sysctls.iter().filter(|sysctl| v6 || !sysctl.v6).all(set)
+            && families(v6).all(|family| self.marks.iter().all(|mark| delivered(netlink, family, *mark)))
+    }
+
     /// Puts back what [`Self::set_sysctls`] changed.
     pub(super) fn restore_sysctls(&self, changed: u32) -> Vec<Error> {
         let mut errors = Vec::new();
@@ -91,89 +105,148 @@ impl Routing {
         errors
     }
 
-    /// Adds rules and routes; those that are there already are fine. Returns how many were not.
+    /// Sees to it that packets with the marks go to lo: adds rules and routes where they are not delivered so. Returns how
+    /// many there were not.
+    ///
+    /// What it looks at is what the kernel would do with such a packet, which costs the same however many rules and routes
+    /// others have, and tells of a route or a rule of theirs that comes before ours as well.
     pub(super) fn add(&self, v6: bool) -> Result<usize, Error> {
-        with_netlink(async |handle| {
-            let mut added = 0;
-            for address in families(v6) {
-                let route = handle.route().add(self.local_default(address)).execute().await;
-                added += usize::from(was_absent(route, || {
-                    format!("adding the local route for {address}")
-                })?);
-                for Mark(mark) in self.marks {
-                    let mut request = handle.rule().add();
-                    *request.message_mut() = self.rule(address, *mark);
-                    let rule = request.execute().await;
-                    added += usize::from(was_absent(rule, || {
-                        format!("adding the rule for mark {mark:#x}")
-                    })?);
-                }
+        let mut netlink = open()?;
+        let mut added = 0;
+        for family in families(v6) {
+            let undelivered = |netlink: &mut Netlink| {
+                let marks = self.marks.iter();
+                marks
+                    .copied()
+                    .filter(|mark| !delivered(netlink, family, *mark))
+                    .count()
+            };
+            if undelivered(&mut netlink) == 0 {
+                continue;
             }
-            Ok(added)
+            added += usize::from(self.add_route(&mut netlink, family)?);
+            for mark in self.marks {
+                let rule = RouteNetlinkMessage::NewRule(self.rule(family, *mark));
+                // Of two that are equal the kernel would keep both, without NLM_F_EXCL.
+                let result = netlink.change(rule, NLM_F_CREATE | NLM_F_EXCL);
+                added += usize::from(was_absent(result, || {
+                    format!("adding the rule for mark {:#x}", mark.0)
+                })?);
+            }
+            if undelivered(&mut netlink) > 0 {
+                // Somebody's route stands before ours, in our table: ours goes to the front.
+                unless_absent(
+                    netlink.change(RouteNetlinkMessage::DelRoute(self.local_default(family)), 0),
+                    || format!("moving the local route for {family}"),
+                )
+                .map_or(Ok(()), Err)?;
+                added += usize::from(self.add_route(&mut netlink, family)?);
+            }
+            let left = undelivered(&mut netlink);
+            if left > 0 {
+                return Err(Error::new(
+                    format!("routing marked packets for {family} to the pod itself"),
+                    io::Error::other(format!(
+                        "{left} of the {} marks still go elsewhere: a rule with a priority below {} that somebody else has \
+                         added comes first (`ip rule` in the pod shows it)",
+                        self.marks.len(),
+                        self.priority
+                    )),
+                ));
+            }
+        }
+        Ok(added)
+    }
+
+    fn add_route(&self, netlink: &mut Netlink, family: IpAddr) -> Result<bool, Error> {
+        // Without NLM_F_EXCL, so that it comes beside a route that somebody has put there, and before it.
+        let route = RouteNetlinkMessage::NewRoute(self.local_default(family));
+        was_absent(netlink.change(route, NLM_F_CREATE), || {
+            format!("adding the local route for {family}")
         })
-        .and_then(|result| result)
     }
 
     /// Removes rules and routes; those that are gone already are fine.
     pub(super) fn remove(&self) -> Vec<Error> {
-        let removed = with_netlink(async |handle| {
-            let mut errors = Vec::new();
-            for address in families(true) {
-                for Mark(mark) in self.marks {
-                    let gone = handle.rule().del(self.rule(address, *mark)).execute().await;
-                    errors.extend(unless_absent(
-                        gone,
-                        format!("removing the rule for mark {mark:#x}"),
-                    ));
-                }
-                let gone = handle.route().del(self.local_default(address)).execute().await;
-                errors.extend(unless_absent(
-                    gone,
-                    format!("removing the local route for {address}"),
-                ));
+        let mut netlink = match open() {
+            Ok(netlink) => netlink,
+            Err(error) => return vec![error],
+        };
+        let mut errors = Vec::new();
+        for family in families(true) {
+            for mark in self.marks {
+                let rule = RouteNetlinkMessage::DelRule(self.rule(family, *mark));
+                errors.extend(unless_absent(netlink.change(rule, 0), || {
+                    format!("removing the rule for mark {:#x}", mark.0)
+                }));
             }
-            errors
-        });
-        removed.unwrap_or_else(|error| vec![error])
+            let route = RouteNetlinkMessage::DelRoute(self.local_default(family));
+            errors.extend(unless_absent(netlink.change(route, 0), || {
+                format!("removing the local route for {family}")
+            }));
+        }
+        errors
     }
 
-    fn local_default(&self, address: IpAddr) -> RouteMessage {
-        const LOOPBACK_IFINDEX: u32 = 1;
+    fn local_default(&self, family: IpAddr) -> RouteMessage {
         let mut message = RouteMessageBuilder::<IpAddr>::new()
             .table_id(self.table)
             .kind(RouteType::Local)
             .scope(RouteScope::Host)
             .output_interface(LOOPBACK_IFINDEX)
             .build();
-        message.header.address_family = family(address);
+        message.header.address_family = address_family(family);
+        if family.is_ipv6() {
+            // The first of all: the kernel's own choice, 1024, is that of everybody's routes. IPv4's is 0.
+            message.attributes.push(RouteAttribute::Priority(1));
+        }
         message
     }
 
-    fn rule(&self, address: IpAddr, mark: u32) -> RuleMessage {
+    fn rule(&self, family: IpAddr, mark: Mark) -> RuleMessage {
         let mut message = RuleMessage::default();
-        message.header.family = family(address);
+        message.header.family = address_family(family);
         message.header.action = RuleAction::ToTable;
         message.attributes = vec![
             RuleAttribute::Table(self.table),
             RuleAttribute::Priority(self.priority),
-            RuleAttribute::FwMark(mark),
+            RuleAttribute::FwMark(mark.0),
             RuleAttribute::FwMask(MARK_MASK),
         ];
         message
     }
 }
 
-fn was_absent(
-    added: Result<(), rtnetlink::Error>,
-    operation: impl FnOnce() -> String,
-) -> Result<bool, Error> {
-    match added {
-        Ok(()) => Ok(true),
-        Err(error) if errno(&error) == Some(libc::EEXIST) => Ok(false),
-        Err(error) => Err(Error::new(operation(), error)),
-    }
+/// Whether a packet with `mark` that goes to the rest of the world is delivered to the pod itself.
+fn delivered(netlink: &mut Netlink, family: IpAddr, mark: Mark) -> bool {
+    // Addresses for documentation, which no pod has: RFC 5737 and RFC 3849.
+    let (somewhere, bits) = match family {
+        IpAddr::V4(_) => (RouteAddress::Inet(Ipv4Addr::new(203, 0, 113, 1)), 32),
+        IpAddr::V6(_) => {
+            let address = Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 1);
+            (RouteAddress::Inet6(address), 128)
+        }
+    };
+    let mut question = RouteMessage::default();
+    question.header.address_family = address_family(family);
+    question.header.destination_prefix_length = bits;
+    question.attributes = vec![
+        RouteAttribute::Destination(somewhere),
+        RouteAttribute::Mark(mark.0),
+    ];
+    let answer = netlink.get::<RouteMessage>(RouteNetlinkMessage::GetRoute(question));
+    // An error is, for one, that it is unreachable.
+    answer.is_ok_and(|route| {
+        route.header.kind == RouteType::Local
+            && route.attributes.contains(&RouteAttribute::Oif(LOOPBACK_IFINDEX))
+    })
 }
 
+fn open() -> Result<Netlink, Error> {
+    Netlink::open().map_err(|error| Error::new("opening a netlink socket", error))
+}
+
+/// The wildcard address of each family.
 fn families(v6: bool) -> impl Iterator<Item = IpAddr> {
     let v4 = IpAddr::V4(Ipv4Addr::UNSPECIFIED);
     [Some(v4), v6.then_some(IpAddr::V6(Ipv6Addr::UNSPECIFIED))]
@@ -181,7 +254,7 @@ fn families(v6: bool) -> impl Iterator<Item = IpAddr> {
         .flatten()
 }
 
-fn family(address: IpAddr) -> AddressFamily {
+fn address_family(address: IpAddr) -> AddressFamily {
     if address.is_ipv4() {
         AddressFamily::Inet
     } else {
@@ -189,33 +262,18 @@ fn family(address: IpAddr) -> AddressFamily {
     }
 }
 
-fn errno(error: &rtnetlink::Error) -> Option<i32> {
-    match error {
-        rtnetlink::Error::NetlinkError(message) => Some(-message.raw_code()),
-        _ => None,
+fn was_absent(added: io::Result<()>, operation: impl FnOnce() -> String) -> Result<bool, Error> {
+    match added {
+        Ok(()) => Ok(true),
+        Err(error) if error.raw_os_error() == Some(libc::EEXIST) => Ok(false),
+        Err(error) => Err(Error::new(operation(), error)),
     }
 }
 
-fn unless_absent(result: Result<(), rtnetlink::Error>, operation: String) -> Option<Error> {
+fn unless_absent(result: io::Result<()>, operation: impl FnOnce() -> String) -> Option<Error> {
     let error = result.err()?;
-    match errno(&error) {
+    match error.raw_os_error() {
         Some(libc::ENOENT | libc::ESRCH | libc::EAFNOSUPPORT) => None,
-        _ => Some(Error::new(operation, error)),
+        _ => Some(Error::new(operation(), error)),
     }
-}
-
-/// Runs `f` with a netlink socket of the calling thread's namespace.
-fn with_netlink<T>(f: impl AsyncFnOnce(Handle) -> T) -> Result<T, Error> {
-    let failed = |error: io::Error| Error::new("opening a netlink socket", error);
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_io()
-        .build()
-        .map_err(failed)?;
-    runtime.block_on(async {
-        let (connection, handle, _) = rtnetlink::new_connection().map_err(failed)?;
-        let driver = tokio::spawn(connection);
-        let result = f(handle).await;
-        driver.abort();
-        Ok(result)
-    })
 }

@@ -1,7 +1,10 @@
 //! The edge to the kernel: the only module, with `redirect::maps`, that may hold `unsafe`, nix or libc.
 
+pub mod bpf;
 pub mod follow;
 pub mod interfaces;
+pub mod lock;
+pub mod netlink;
 pub mod netns;
 pub mod process;
 pub mod seqpacket;

@@ -2,12 +2,15 @@
 //!
 //! Functions that name an interface run in the pod's namespace.
 
-use std::{fs, io, path::Path};
+use std::{fs, io, os::fd::AsFd, path::Path};
 
-use super::object::{self, DialRule, EGRESS, INGRESS};
+use super::{
+    filters::{self, Filter},
+    object::{self, DialRule, EGRESS, INGRESS},
+};
 use crate::{
     redirect::Error,
-    sys::{interfaces::Interface, netns::Netns},
+    sys::{bpf, interfaces::Interface, netlink::Netlink, netns::Netns},
 };
 use aya::{
     Ebpf,
@@ -15,7 +18,9 @@ use aya::{
         LinkOrder, ProgramError, SchedClassifier, TcAttachType,
         links::{FdLink, LinkError, PinnedLink},
         sk_lookup::SkLookupLink,
-        tc::{self, NlOptions, SchedClassifierLink, TcAttachOptions, TcError, TcHandle},
+        tc::{
+            self, NlOptions, SchedClassifierLink, SchedClassifierLinkId, TcAttachOptions, TcError, TcHandle,
+        },
     },
     sys::SyscallError,
 };
@@ -29,9 +34,7 @@ pub(super) enum TcMode {
     Clsact,
 }
 
-/// Priority of our clsact filters: before those that the kernel numbers itself (49152 on), and nobody else's.
-const FILTER_PRIORITY: u16 = 1337;
-/// Handle of our clsact filters.
+/// Handle of our clsact filters, in a priority that nobody else has.
 const FILTER_HANDLE: TcHandle = TcHandle::new(0, 1);
 
 const DIRECTIONS: [(&str, TcAttachType); 2] =
@@ -84,26 +87,38 @@ pub(super) fn attach_lookup(ebpf: &mut Ebpf, rule: DialRule, netns: &Netns) -> R
     program.take_link(id).map(Hook::Lookup).map_err(failed)
 }
 
-/// Attaches the TC programs to one interface, ingress first: capture begins when everything else is in place.
-pub(super) fn attach_tc(ebpf: &mut Ebpf, mode: TcMode, interface: &Interface) -> Result<Vec<Hook>, Error> {
+/// What becomes of a filter that an earlier agent, or another instance, has left.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Earlier {
+    /// It gets the new program, without a moment in between in which there is none.
+    Replaced,
+    /// It is in the way.
+    Refused,
+}
+
+/// Attaches the TC programs to one interface, ingress first: capture begins when everything else is in place. Filters need
+/// the qdisc: [`add_clsact`].
+pub(super) fn attach_tc(
+    ebpf: &mut Ebpf,
+    mode: TcMode,
+    interface: &Interface,
+    earlier: Earlier,
+) -> Result<Vec<Hook>, Error> {
     let mut hooks = Vec::new();
     for (name, direction) in DIRECTIONS {
         let program: &mut SchedClassifier = object::program(ebpf, name)?;
         let failed = attaching(name, interface);
-        let options = match mode {
-            TcMode::Tcx => TcAttachOptions::TcxOrder(LinkOrder::default()),
-            TcMode::Clsact => {
-                add_clsact(interface)?;
-                TcAttachOptions::Netlink(NlOptions {
-                    priority: FILTER_PRIORITY,
-                    handle: FILTER_HANDLE,
-                    classid: None,
-                })
+        let id = match mode {
+            TcMode::Tcx => {
+                // Before all that are there: one that ends the run, with TCX_PASS say, would hide packets from ours. Those that
+                // ours leaves alone go on to the others.
+                let first = TcAttachOptions::TcxOrder(LinkOrder::first());
+                program
+                    .attach_with_options(&interface.name, direction, first)
+                    .map_err(&failed)?
             }
+            TcMode::Clsact => attach_filter(program, name, direction, interface, earlier)?,
         };
-        let id = program
-            .attach_with_options(&interface.name, direction, options)
-            .map_err(&failed)?;
         hooks.push(Hook::Tc(
             link_name(name, interface),
             program.take_link(id).map_err(&failed)?,
@@ -112,31 +127,58 @@ pub(super) fn attach_tc(ebpf: &mut Ebpf, mode: TcMode, interface: &Interface) ->
     Ok(hooks)
 }
 
-/// Puts the programs of a new instance into the clsact filters that an earlier one has on the interface.
-pub(super) fn replace_filters(ebpf: &mut Ebpf, interface: &Interface) -> Result<Vec<Hook>, Error> {
-    let mut hooks = Vec::new();
-    for (name, direction) in DIRECTIONS {
-        let program: &mut SchedClassifier = object::program(ebpf, name)?;
-        let failed = attaching(name, interface);
-        let link =
-            SchedClassifierLink::attached(&interface.name, direction, FILTER_PRIORITY, FILTER_HANDLE, None)
-                .map_err(|error| failed(TcError::IoError(error).into()))?;
-        let id = program.attach_to_link(link).map_err(&failed)?;
-        hooks.push(Hook::Tc(
-            link_name(name, interface),
-            program.take_link(id).map_err(&failed)?,
-        ));
+/// Puts a program into the filter of ours that is there, or into a new one beside all others.
+fn attach_filter(
+    program: &mut SchedClassifier,
+    name: &str,
+    direction: TcAttachType,
+    interface: &Interface,
+    earlier: Earlier,
+) -> Result<SchedClassifierLinkId, Error> {
+    let failed = attaching(name, interface);
+    let refused = |error: io::Error| failed(TcError::IoError(error).into());
+    let mut netlink = Netlink::open().map_err(refused)?;
+    let all = filters::filters(&mut netlink, interface.index, direction).map_err(refused)?;
+    let mut ours = filters::ours(&all, name);
+    let Some(first) = ours.next() else {
+        let place = NlOptions {
+            priority: filters::free_priority(&all).map_err(refused)?,
+            handle: FILTER_HANDLE,
+            classid: None,
+        };
+        return program
+            .attach_with_options(&interface.name, direction, TcAttachOptions::Netlink(place))
+            .map_err(failed);
+    };
+    if earlier == Earlier::Refused {
+        return Err(refused(io::Error::other(
+            "a filter of that name is there already, of an agent or of another `redirector load`",
+        )));
     }
-    Ok(hooks)
+    let at = |filter: &Filter| {
+        let handle = TcHandle::from(filter.handle);
+        SchedClassifierLink::attached(&interface.name, direction, filter.priority, handle, None)
+            .map_err(refused)
+    };
+    let id = program.attach_to_link(at(first)?).map_err(&failed)?;
+    for extra in ours {
+        // Dropping it removes the filter.
+        drop(at(extra)?);
+    }
+    Ok(id)
 }
 
-/// Adds the qdisc that filters hang on; it may be there, and others may use it, so it is never removed.
-fn add_clsact(interface: &Interface) -> Result<(), Error> {
-    match tc::qdisc_add_clsact(&interface.name) {
-        Ok(()) => Ok(()),
-        Err(error) if raw_os_error(&error) == Some(libc::EEXIST) => Ok(()),
-        Err(error) => Err(Error::new(format!("adding clsact to {}", interface.name), error)),
+/// Adds the qdiscs that filters hang on; returns whether one was not there. Others may come to use it.
+pub(super) fn add_clsact(interfaces: &[Interface]) -> Result<bool, Error> {
+    let mut added = false;
+    for interface in interfaces {
+        match tc::qdisc_add_clsact(&interface.name) {
+            Ok(()) => added = true,
+            Err(error) if raw_os_error(&error) == Some(libc::EEXIST) => {}
+            Err(error) => return Err(Error::new(format!("adding clsact to {}", interface.name), error)),
+        }
     }
+    Ok(added)
 }
 
 fn attaching(program: &str, interface: &Interface) -> impl Fn(ProgramError) -> Error + use<> {
@@ -144,39 +186,54 @@ fn attaching(program: &str, interface: &Interface) -> impl Fn(ProgramError) -> E
     move |error| Error::new(operation.clone(), error)
 }
 
-/// Whether the pinned TCX links of `directory` are attached to `interface`, in both directions.
-pub(super) fn tcx_in_place(directory: &Path, interface: &Interface) -> bool {
-    DIRECTIONS.iter().all(|(name, direction)| {
-        let Ok(link) = PinnedLink::from_pin(directory.join(link_name(name, interface))) else {
-            return false;
-        };
-        let Ok(info) = FdLink::from(link).info() else {
-            return false;
-        };
-        SchedClassifier::query_tcx(&interface.name, *direction)
-            .is_ok_and(|(_, programs)| programs.iter().any(|program| program.id() == info.program_id()))
-    })
+/// The programs of an instance, by the kernel's ids.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Programs {
+    /// In the order of the directions.
+    tc: [u32; 2],
+    lookup: u32,
 }
 
-/// Whether the pinned programs of `directory` are in our clsact filters of `interface`; they are put there if a filter of ours
-/// holds another.
-pub(super) fn filters_in_place(directory: &Path, interface: &Interface) -> bool {
-    DIRECTIONS.iter().all(|(name, direction)| {
-        let Ok(mut program) = SchedClassifier::from_pin(directory.join(name)) else {
-            return false;
+impl Programs {
+    /// Those pinned in `directory`; `None` when a pin is missing.
+    pub(super) fn pinned(directory: &Path) -> Option<Self> {
+        let tc = |name: &str| {
+            let program = SchedClassifier::from_pin(directory.join(name)).ok()?;
+            program.info().ok().map(|info| info.id())
         };
-        let place =
-            SchedClassifierLink::attached(&interface.name, *direction, FILTER_PRIORITY, FILTER_HANDLE, None);
-        let Some(id) = place.ok().and_then(|place| program.attach_to_link(place).ok()) else {
-            return false;
-        };
-        program.take_link(id).map(std::mem::forget).is_ok()
-    })
-}
+        let link = PinnedLink::from_pin(directory.join(LOOKUP_LINK)).ok()?;
+        Some(Self {
+            tc: [tc(DIRECTIONS[0].0)?, tc(DIRECTIONS[1].0)?],
+            lookup: FdLink::from(link).info().ok()?.program_id(),
+        })
+    }
 
-/// Whether the SK_LOOKUP link is there.
-pub(super) fn lookup_in_place(directory: &Path) -> bool {
-    PinnedLink::from_pin(directory.join(LOOKUP_LINK)).is_ok()
+    /// Whether they are attached to an interface, in both directions, once.
+    pub(super) fn are_on(&self, netlink: &mut Netlink, mode: TcMode, interface: &Interface) -> bool {
+        DIRECTIONS
+            .iter()
+            .zip(self.tc)
+            .all(|((name, direction), program)| match mode {
+                TcMode::Tcx => {
+                    let hook = match direction {
+                        TcAttachType::Egress => bpf::Hook::TcxEgress(interface.index),
+                        _ => bpf::Hook::TcxIngress(interface.index),
+                    };
+                    bpf::attached(hook).is_ok_and(|programs| programs.contains(&program))
+                }
+                TcMode::Clsact => {
+                    let all = filters::filters(netlink, interface.index, *direction).unwrap_or_default();
+                    let ours: Vec<_> = filters::ours(&all, name).collect();
+                    matches!(ours[..], [only] if only.program == Some(program))
+                }
+            })
+    }
+
+    /// Whether the SK_LOOKUP program is attached to a namespace.
+    pub(super) fn look_up_in(&self, netns: &Netns) -> bool {
+        bpf::attached(bpf::Hook::SkLookup(netns.as_fd()))
+            .is_ok_and(|programs| programs.contains(&self.lookup))
+    }
 }
 
 /// Removes our clsact filters from an interface; none is success. Only filters with our programs' names go.
@@ -194,6 +251,17 @@ pub(super) fn detach_filters(interface: &Interface) -> Vec<Error> {
         }
     }
     errors
+}
+
+/// Removes the qdiscs that [`add_clsact`] has added, where nobody has a filter.
+pub(super) fn remove_clsact(interfaces: &[Interface]) -> Vec<Error> {
+    let remove = |interface: &Interface| {
+        let removed = Netlink::open()
+            .and_then(|mut netlink| filters::remove_empty_qdisc(&mut netlink, interface.index));
+        let failed = |error| Error::new(format!("removing clsact from {}", interface.name), error);
+        removed.err().map(failed)
+    };
+    interfaces.iter().filter_map(remove).collect()
 }
 
 /// Removes every pin of an instance, the links first, and its directory. What held by a pin alone is detached with it.

@@ -4,13 +4,18 @@
 //! - `object`: the embedded object and its loading
 //! - `store`: the maps, and the pods' slots in them
 //! - `trie`: rules as the programs look them up
-//! - `hooks`: TC and SK_LOOKUP attachment
+//! - `hooks`: TC and SK_LOOKUP attachment; `filters`: others' clsact filters, and ours among them
 //! - `routes`: which policy routes and sysctls it wants in the pod
+//! - `look`: whether a pod is still as it was left
+//! - [`leftovers`]: what is left of all that, and its removal
 //! - `pins`: the bpffs
 //! - [`observe`]: the programs on a namespace without a proxy
 //! - [`trace`]: debug records of the programs
 
+mod filters;
 mod hooks;
+pub mod leftovers;
+mod look;
 pub mod object;
 pub mod observe;
 mod pins;
@@ -20,24 +25,26 @@ pub mod trace;
 mod trie;
 
 use std::{
+    collections::HashMap,
     fs, io,
     net::{IpAddr, SocketAddr},
     os::fd::BorrowedFd,
     path::{Path, PathBuf},
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
 use aya::{maps::MapData, programs::SchedClassifier};
 use redirector_common::{
     consts::{MARK_APP, MARK_PROXY},
     maps::{
-        self as layout, FLAG_BYPASS_INBOUND, FLAG_CLSACT, FLAG_LOOKUP_HAS_IFINDEX, FLAG_RELEASING,
-        FLAG_TRACE, MAX_ADDRESSES, PodEntry, Tag,
+        self as layout, FLAG_ADDED_CLSACT, FLAG_BYPASS_INBOUND, FLAG_CLSACT, FLAG_LOOKUP_HAS_IFINDEX,
+        FLAG_RELEASING, FLAG_TRACE, MAX_ADDRESSES, PodEntry, Tag,
     },
 };
 
 use self::{
-    hooks::TcMode,
+    hooks::{Earlier, Programs, TcMode},
+    look::Known,
     object::{DialRule, Object},
     pins::{Build, Instance, Pins},
     routes::ROUTING,
@@ -53,6 +60,7 @@ use crate::{
     mesh::pod::PodUid,
     sys::{
         interfaces::{Interface, interfaces},
+        netlink::Netlink,
         netns::Netns,
         socket,
     },
@@ -87,22 +95,17 @@ pub struct Ebpf {
     tc_mode: TcMode,
     tags: Mutex<TagMap>,
     store: Mutex<Store>,
+    /// The pods that were attached and not yet detached; their namespaces are held open by the pods' owner as long.
+    known: Mutex<HashMap<PodUid, Arc<Known>>>,
 }
 
 /// What an attachment is made from.
 struct Plan {
+    all_interfaces: Vec<Interface>,
     interfaces: Vec<Interface>,
     addresses: Vec<IpAddr>,
     v6: bool,
     rules: Compiled,
-}
-
-/// Whether pods are captured by programs that are pinned in this directory, of whatever build.
-///
-/// # Errors
-/// When the directory can't be listed.
-pub fn has_pods(bpffs_dir: &Path) -> Result<bool, Error> {
-    Ok(!Pins::existing(bpffs_dir).instances()?.is_empty())
 }
 
 impl Ebpf {
@@ -144,6 +147,7 @@ impl Ebpf {
             tc_mode,
             tags: Mutex::new(tags),
             store: Mutex::new(store),
+            known: Mutex::default(),
         })
     }
 
@@ -175,7 +179,7 @@ impl Ebpf {
             ));
         }
         let mut interfaces = Vec::new();
-        for interface in found {
+        for interface in found.clone() {
             if interface.loopback || interface.addresses.is_empty() {
                 continue;
             }
@@ -199,6 +203,7 @@ impl Ebpf {
         }
         let v6 = addresses.iter().any(IpAddr::is_ipv6);
         Ok(Plan {
+            all_interfaces: found,
             interfaces,
             addresses,
             v6,
@@ -222,38 +227,33 @@ impl Ebpf {
         self.store.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes over an instance of the pod's if it is of this build and in place; `false` means that it is not to be taken over.
+    /// Takes over an instance of the pod's if it is of this build and in place, and tells its programs; `None` means that it is not
+    /// to be taken over.
     fn adopt(
         &self,
         pod: &PodNetwork,
         plan: &Plan,
         listeners: Listeners<'_>,
         instance: &Instance,
-    ) -> Result<bool, Error> {
+    ) -> Result<Option<Programs>, Error> {
         if instance.build != self.build {
             tracing::info!(uid = %pod.uid, "replacing an instance of another build");
-            return Ok(false);
+            return Ok(None);
         }
         let before = self.store().entry(instance.slot)?;
         let entry = self.entry(pod, before.changed_sysctls);
         let comparable = |e: &PodEntry| (e.netns_ino, e.flags & (FLAG_LOOKUP_HAS_IFINDEX | FLAG_CLSACT));
         if comparable(&before) != comparable(&entry) {
             tracing::info!(uid = %pod.uid, ?before, wanted = ?entry, "replacing an instance of another kind or namespace");
-            return Ok(false);
+            return Ok(None);
         }
-        let directory = instance.directory();
-        let in_place = pod.netns.run(|| {
-            plan.interfaces.iter().all(|interface| match self.tc_mode {
-                TcMode::Tcx => hooks::tcx_in_place(&directory, interface),
-                TcMode::Clsact => hooks::filters_in_place(&directory, interface),
-            })
-        });
-        if !in_place.unwrap_or(false) || !hooks::lookup_in_place(&directory) {
+        let Some(programs) = self.in_place(pod, plan, instance) else {
             tracing::warn!(uid = %pod.uid, "hooks or pins of the capture are gone, or the pod has new interfaces: attaching anew");
-            return Ok(false);
-        }
-        let changed = in_netns(&pod.netns, || ROUTING.set_sysctls(plan.v6))?;
-        let added = routes_in(&pod.netns, plan.v6)?;
+            return Ok(None);
+        };
+        let (changed, added) = in_netns(&pod.netns, || {
+            Ok((ROUTING.set_sysctls(plan.v6)?, ROUTING.add(plan.v6)?))
+        })?;
         if changed != 0 || added != 0 {
             tracing::warn!(uid = %pod.uid, added, "rules, routes or sysctls of the capture were gone, and are put back");
         }
@@ -261,13 +261,13 @@ impl Ebpf {
         store.set_addresses(instance.slot, &plan.addresses)?;
         store.set_listeners(instance.slot, listeners)?;
         let entry = PodEntry {
-            flags: entry.flags | before.flags & FLAG_TRACE,
+            flags: entry.flags | before.flags & (FLAG_TRACE | FLAG_ADDED_CLSACT),
             changed_sysctls: before.changed_sysctls | changed,
             ..entry
         };
         store.set_entry_and_rules(instance.slot, entry, &plan.rules)?;
         tracing::debug!(uid = %pod.uid, "the programs are in place");
-        Ok(true)
+        Ok(Some(programs))
     }
 
     /// Makes a new instance; `before` is the entry of the one that it replaces, if that serves the same namespace.
@@ -278,7 +278,7 @@ impl Ebpf {
         listeners: Listeners<'_>,
         instance: &Instance,
         before: Option<&PodEntry>,
-    ) -> Result<(), Error> {
+    ) -> Result<Programs, Error> {
         let directory = instance.directory();
         let mut ebpf = self.object.load(instance.slot)?;
         self.object.load_own(&mut ebpf)?;
@@ -288,30 +288,54 @@ impl Ebpf {
             pin(&mut ebpf, name, &directory.join(name))?;
         }
         // Everything that a packet may need is there before the first is steered.
-        let changed = in_netns(&pod.netns, || ROUTING.set_sysctls(plan.v6))?;
-        let entry = self.entry(pod, changed | before.map_or(0, |before| before.changed_sysctls));
+        let (changed, added_clsact) = in_netns(&pod.netns, || {
+            let added = self.tc_mode == TcMode::Clsact && hooks::add_clsact(&plan.interfaces)?;
+            let changed = ROUTING.set_sysctls(plan.v6).inspect_err(|_| {
+                if added {
+                    report(hooks::remove_clsact(&plan.interfaces));
+                }
+            })?;
+            Ok((changed, added))
+        })?;
+        let mut entry = self.entry(pod, changed | before.map_or(0, |before| before.changed_sysctls));
+        if added_clsact || before.is_some_and(|before| before.has(FLAG_ADDED_CLSACT)) {
+            entry.flags |= FLAG_ADDED_CLSACT;
+        }
         {
             let mut store = self.store();
             store.set_entry_and_rules(instance.slot, entry, &plan.rules)?;
             store.set_addresses(instance.slot, &plan.addresses)?;
             store.set_listeners(instance.slot, listeners)?;
         }
-        routes_in(&pod.netns, plan.v6)?;
+        in_netns(&pod.netns, || ROUTING.add(plan.v6))?;
         hooks::attach_lookup(&mut ebpf, self.object.dial_rule, &pod.netns)?.keep(&directory)?;
-        let filters_before = before.is_some_and(|before| before.has(FLAG_CLSACT));
         in_netns(&pod.netns, || {
             for interface in &plan.interfaces {
-                let replaced = (filters_before && self.tc_mode == TcMode::Clsact)
-                    .then(|| hooks::replace_filters(&mut ebpf, interface).ok())
-                    .flatten();
-                let hooks = match replaced {
-                    Some(hooks) => hooks,
-                    None => hooks::attach_tc(&mut ebpf, self.tc_mode, interface)?,
-                };
+                let hooks = hooks::attach_tc(&mut ebpf, self.tc_mode, interface, Earlier::Replaced)?;
                 hooks.into_iter().try_for_each(|hook| hook.keep(&directory))?;
             }
             Ok(())
+        })?;
+        Programs::pinned(&directory).ok_or_else(|| {
+            let operation = format!("reading what was pinned in {}", directory.display());
+            Error::new(operation, io::Error::from(io::ErrorKind::NotFound))
         })
+    }
+
+    /// The programs of an instance, if they are where they should be.
+    fn in_place(&self, pod: &PodNetwork, plan: &Plan, instance: &Instance) -> Option<Programs> {
+        let programs = Programs::pinned(&instance.directory())?;
+        let attached = pod.netns.run(|| {
+            let mut netlink = Netlink::open().ok()?;
+            let mut interfaces = plan.interfaces.iter();
+            interfaces
+                .all(|interface| programs.are_on(&mut netlink, self.tc_mode, interface))
+                .then_some(programs)
+        });
+        attached
+            .ok()
+            .flatten()
+            .filter(|programs| programs.look_up_in(&pod.netns))
     }
 
     /// The entry of an instance, of whatever build.
@@ -342,31 +366,70 @@ impl Ebpf {
             .iter()
             .flat_map(|instance| self.dispose(instance))
             .collect();
-        let Some(netns) = netns else { return errors };
-        let inside = netns.run(|| {
-            let mut errors = Vec::new();
-            let mine = |entry: &&PodEntry| entry.netns_ino == netns.id().ino;
-            if entries.iter().filter(mine).any(|entry| entry.has(FLAG_CLSACT)) {
-                errors.extend(
-                    interfaces()
-                        .unwrap_or_default()
-                        .iter()
-                        .flat_map(hooks::detach_filters),
-                );
-            }
-            errors.extend(ROUTING.remove());
-            let changed = entries
-                .iter()
-                .filter(mine)
-                .fold(0, |changed, entry| changed | entry.changed_sysctls);
-            errors.extend(ROUTING.restore_sysctls(changed));
-            errors
-        });
-        match inside {
-            Ok(more) => errors.extend(more),
-            Err(error) => errors.push(Error::new(format!("entering {}", netns.id()), error)),
+        if let Some(netns) = netns {
+            errors.extend(leftovers::clean(netns, &entries));
         }
         errors
+    }
+}
+
+impl Ebpf {
+    fn attach_anew(
+        &self,
+        pod: &PodNetwork,
+        plan: &Plan,
+        listeners: Listeners<'_>,
+    ) -> Result<(Instance, Programs), Error> {
+        let earlier = self.pins.of(&pod.uid)?;
+        if let [instance] = earlier.as_slice()
+            && let Some(programs) = self.adopt(pod, plan, listeners, instance)?
+        {
+            return Ok((instance.clone(), programs));
+        }
+        let same_netns = earlier
+            .iter()
+            .filter_map(|instance| self.read_entry(instance))
+            .find(|before| before.netns_ino == pod.netns.id().ino);
+        let instance = Instance {
+            build: self.build.clone(),
+            slot: self.store().allocate()?,
+            uid: pod.uid.clone(),
+        };
+        let installed = self.install(pod, plan, listeners, &instance, same_netns.as_ref());
+        let programs = match installed {
+            Ok(programs) => programs,
+            Err(error) => {
+                if same_netns.is_some() {
+                    // The earlier instance stays: its pod fails closed.
+                    report(self.dispose(&instance));
+                } else {
+                    report(self.remove(&[instance], Some(&pod.netns)));
+                }
+                return Err(error);
+            }
+        };
+        if self.tc_mode == TcMode::Tcx && same_netns.is_some_and(|before| before.has(FLAG_CLSACT)) {
+            let added = same_netns.is_some_and(|before| before.has(FLAG_ADDED_CLSACT));
+            let detached = pod.netns.run(|| {
+                let mut errors: Vec<_> = plan.interfaces.iter().flat_map(hooks::detach_filters).collect();
+                if added {
+                    errors.extend(hooks::remove_clsact(&plan.interfaces));
+                }
+                errors
+            });
+            report(detached.unwrap_or_default());
+        }
+        report(
+            earlier
+                .iter()
+                .flat_map(|instance| self.dispose(instance))
+                .collect(),
+        );
+        Ok((instance, programs))
+    }
+
+    fn known(&self) -> MutexGuard<'_, HashMap<PodUid, Arc<Known>>> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -386,51 +449,33 @@ impl Redirector for Ebpf {
     }
 
     fn attach(&self, pod: &PodNetwork, listeners: Listeners<'_>) -> Result<(), Error> {
+        let listening = look::cookies(listeners)?;
+        let known = self.known().get(&pod.uid).map(Arc::clone);
+        if known.is_some_and(|known| known.still_holds(pod, listening, self.tc_mode)) {
+            return Ok(());
+        }
+        self.known().remove(&pod.uid);
         let plan = Self::plan(pod)?;
         for listener in [listeners.outbound, listeners.inbound, listeners.hbone] {
             self.own_socket(listener)
                 .map_err(|error| Error::new("tagging a listener", error))?;
         }
-        let earlier = self.pins.of(&pod.uid)?;
-        if let [instance] = earlier.as_slice()
-            && self.adopt(pod, &plan, listeners, instance)?
-        {
-            return Ok(());
-        }
-        let same_netns = earlier
-            .iter()
-            .filter_map(|instance| self.read_entry(instance))
-            .find(|before| before.netns_ino == pod.netns.id().ino);
-        let instance = Instance {
-            build: self.build.clone(),
-            slot: self.store().allocate()?,
-            uid: pod.uid.clone(),
+        let (instance, programs) = self.attach_anew(pod, &plan, listeners)?;
+        let known = Known {
+            pod: pod.clone(),
+            directory: instance.directory(),
+            interfaces: plan.all_interfaces,
+            captured: plan.interfaces,
+            v6: plan.v6,
+            listening,
+            programs,
         };
-        if let Err(error) = self.install(pod, &plan, listeners, &instance, same_netns.as_ref()) {
-            if same_netns.is_some() {
-                // The earlier instance stays: its pod fails closed.
-                report(self.dispose(&instance));
-            } else {
-                report(self.remove(&[instance], Some(&pod.netns)));
-            }
-            return Err(error);
-        }
-        if same_netns.is_some_and(|before| before.has(FLAG_CLSACT)) && self.tc_mode == TcMode::Tcx {
-            let detached = pod
-                .netns
-                .run(|| plan.interfaces.iter().flat_map(hooks::detach_filters).collect());
-            report(detached.unwrap_or_default());
-        }
-        report(
-            earlier
-                .iter()
-                .flat_map(|instance| self.dispose(instance))
-                .collect(),
-        );
+        self.known().insert(pod.uid.clone(), Arc::new(known));
         Ok(())
     }
 
     fn release(&self, pod: &PodNetwork) -> Result<(), Error> {
+        self.known().remove(&pod.uid);
         for instance in self.pins.of(&pod.uid)? {
             if instance.build == self.build {
                 let mut store = self.store();
@@ -443,11 +488,13 @@ impl Redirector for Ebpf {
     }
 
     fn detach(&self, pod: &PodNetwork) -> Result<(), Vec<Error>> {
+        self.known().remove(&pod.uid);
         let instances = self.pins.of(&pod.uid).map_err(|error| vec![error])?;
         all_or(self.remove(&instances, Some(&pod.netns)))
     }
 
     fn forget(&self, uid: &PodUid) -> Result<(), Vec<Error>> {
+        self.known().remove(uid);
         let instances = self.pins.of(uid).map_err(|error| vec![error])?;
         let entry = instances.iter().find_map(|instance| self.read_entry(instance));
         let netns = entry.and_then(|entry| Netns::find(entry.netns_ino));
@@ -509,10 +556,6 @@ fn in_netns<T>(netns: &Netns, f: impl FnOnce() -> Result<T, Error>) -> Result<T,
     netns
         .run(f)
         .map_err(|error| Error::new(format!("entering {}", netns.id()), error))?
-}
-
-fn routes_in(netns: &Netns, v6: bool) -> Result<usize, Error> {
-    in_netns(netns, || ROUTING.add(v6))
 }
 
 fn all_or(errors: Vec<Error>) -> Result<(), Vec<Error>> {

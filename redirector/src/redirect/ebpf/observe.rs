@@ -6,7 +6,7 @@ use redirector_common::maps::{self as layout, FLAG_LOOKUP_HAS_IFINDEX, FLAG_OBSE
 
 use super::{
     DialRule, Ebpf, Object,
-    hooks::{self, Hook},
+    hooks::{self, Earlier, Hook, TcMode},
     in_netns, object,
     store::{address_key, read_counts},
 };
@@ -111,8 +111,17 @@ impl Ebpf {
             programs: ebpf,
         };
         in_netns(&pod.netns, || {
+            if self.tc_mode == TcMode::Clsact {
+                // It stays: by the end of an observation somebody else may use it.
+                hooks::add_clsact(&plan.interfaces)?;
+            }
             for interface in &plan.interfaces {
-                let attached = hooks::attach_tc(&mut observation.programs, self.tc_mode, interface)?;
+                let attached = hooks::attach_tc(
+                    &mut observation.programs,
+                    self.tc_mode,
+                    interface,
+                    Earlier::Refused,
+                )?;
                 observation.hooks.extend(attached);
             }
             Ok(())

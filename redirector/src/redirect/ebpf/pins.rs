@@ -25,6 +25,9 @@ use crate::{mesh::pod::PodUid, redirect::Error};
 /// The usual mount point of a bpffs.
 const BPFFS: &str = "/sys/fs/bpf";
 
+/// By this a bpffs that we have mounted is told from others: its source means nothing to the kernel.
+const MOUNT_SOURCE: &str = "redirector";
+
 /// The directories of pins.
 #[derive(Debug, Clone)]
 pub(crate) struct Pins {
@@ -60,7 +63,7 @@ impl Pins {
             if !on_bpffs(mount_point) {
                 tracing::info!(path = %mount_point.display(), "mounting a bpffs");
                 mount(
-                    Some("bpf"),
+                    Some(MOUNT_SOURCE),
                     mount_point,
                     Some("bpf"),
                     MsFlags::empty(),
@@ -86,6 +89,11 @@ impl Pins {
     /// What all pods share, whatever build serves them.
     pub(crate) fn shared(&self) -> PathBuf {
         self.root.join("shared")
+    }
+
+    /// All directories that there may be.
+    pub(crate) fn directories(&self) -> [PathBuf; 2] {
+        [self.shared(), self.root.join("builds")]
     }
 
     /// The directories of a build, made if need be.
@@ -206,6 +214,24 @@ fn list(directory: &Path) -> Result<Vec<String>, Error> {
                 .map_err(failed)
         })
         .collect()
+}
+
+/// Whether a bpffs of ours is mounted at `path`. One at the usual place stays for others.
+pub(crate) fn is_own_mount(path: &Path) -> bool {
+    let Some(path) = path.to_str().filter(|_| path != Path::new(BPFFS)) else {
+        return false;
+    };
+    // proc_mounts(5): what would break the line is written as octal numbers.
+    let written: String = path
+        .chars()
+        .map(|c| match c {
+            ' ' | '\t' | '\n' | '\\' => format!("\\{:03o}", c as u32),
+            c => c.to_string(),
+        })
+        .collect();
+    let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
+    let wanted = format!("{MOUNT_SOURCE} {written} bpf ");
+    mounts.lines().any(|line| line.starts_with(&wanted))
 }
 
 /// Whether `path`, or its nearest ancestor that exists, is on a bpffs.

@@ -5,9 +5,11 @@
 //! - `run`: the programs
 //! - `write`: from the rules that are there to those that are wanted
 //! - `records`: which pods have rules, for the next agent
+//! - [`leftovers`]: what is left of that, and its removal
 //!
 //! Rules outlive the agent. Without one, connections are redirected to ports where nobody listens, and are refused.
 
+pub mod leftovers;
 mod records;
 mod rules;
 mod run;
@@ -90,14 +92,6 @@ struct Wanted {
     rules: Rules,
     /// Routes for IPv6 as well.
     v6: bool,
-}
-
-/// Whether pods have rules of an agent with this state directory.
-///
-/// # Errors
-/// When the records can't be listed.
-pub fn has_pods(state_dir: &Path) -> Result<bool, Error> {
-    Ok(!Records::existing(&records_dir(state_dir)).uids()?.is_empty())
 }
 
 fn records_dir(state_dir: &Path) -> PathBuf {

@@ -1,0 +1,74 @@
+//! Whether a pod is still as the last attachment left it: what is asked of every pod all the time, and so what must be cheap.
+
+use std::path::PathBuf;
+
+use super::{
+    hooks::{Programs, TcMode},
+    routes::ROUTING,
+};
+use crate::{
+    redirect::{Error, Listeners, PodNetwork},
+    sys::{
+        interfaces::{Interface, interfaces},
+        netlink::Netlink,
+        socket,
+    },
+};
+
+/// A pod as the last attachment left it.
+pub(super) struct Known {
+    /// Who, and with which rules.
+    pub(super) pod: PodNetwork,
+    /// Where it is pinned.
+    pub(super) directory: PathBuf,
+    /// All that were there.
+    pub(super) interfaces: Vec<Interface>,
+    /// Those that the programs are on.
+    pub(super) captured: Vec<Interface>,
+    /// Whether it has IPv6.
+    pub(super) v6: bool,
+    /// The listeners' cookies.
+    pub(super) listening: [u64; 3],
+    /// What is attached.
+    pub(super) programs: Programs,
+}
+
+impl Known {
+    /// Whether the same is wanted of `pod`, and all that its capture rests on is in place. Enters the namespace once, reads, and
+    /// writes nothing.
+    pub(super) fn still_holds(&self, pod: &PodNetwork, listening: [u64; 3], mode: TcMode) -> bool {
+        let PodNetwork {
+            netns,
+            addresses,
+            rules,
+            ..
+        } = &self.pod;
+        if (netns.id(), addresses, rules) != (pod.netns.id(), &pod.addresses, &pod.rules)
+            || self.listening != listening
+            || !self.directory.exists()
+            || !self.programs.look_up_in(netns)
+        {
+            return false;
+        }
+        let in_place = netns.run(|| {
+            let mut netlink = Netlink::open().ok()?;
+            let mut captured = self.captured.iter();
+            let whole = interfaces().ok()? == self.interfaces
+                && captured.all(|interface| self.programs.are_on(&mut netlink, mode, interface))
+                && ROUTING.in_place(&mut netlink, self.v6);
+            Some(whole)
+        });
+        in_place.ok().flatten().unwrap_or(false)
+    }
+}
+
+/// The cookies of the listeners.
+pub(super) fn cookies(listeners: Listeners<'_>) -> Result<[u64; 3], Error> {
+    let cookie =
+        |listener| socket::cookie(listener).map_err(|error| Error::new("reading a listener's cookie", error));
+    Ok([
+        cookie(listeners.outbound)?,
+        cookie(listeners.inbound)?,
+        cookie(listeners.hbone)?,
+    ])
+}

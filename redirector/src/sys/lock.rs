@@ -1,0 +1,105 @@
+//! Directories that one process has to itself.
+
+use std::{
+    fs::{self, File, Metadata, TryLockError},
+    io,
+    os::unix::fs::MetadataExt,
+    path::Path,
+};
+
+/// A directory that is locked for as long as this value lives. The lock is the directory's own, so it leaves no file behind,
+/// and a killed process's is gone with it.
+#[derive(Debug)]
+pub struct DirectoryLock {
+    _directory: File,
+}
+
+/// Why a directory cannot be locked.
+#[derive(Debug, thiserror::Error)]
+pub enum LockError {
+    /// Another process has it.
+    #[error("locked by {}", holder.map_or("another process".to_owned(), |pid| format!("process {pid}")))]
+    Held {
+        /// Its process id, where it can be seen.
+        holder: Option<u32>,
+    },
+    /// It cannot be opened, or not be locked.
+    #[error(transparent)]
+    System(#[from] io::Error),
+}
+
+impl DirectoryLock {
+    /// Locks the directory at `path`.
+    ///
+    /// # Errors
+    /// [`LockError::Held`] when another process has it; those of open(2) and flock(2).
+    pub fn take(path: &Path) -> Result<Self, LockError> {
+        let directory = File::open(path)?;
+        match directory.try_lock() {
+            Ok(()) => Ok(Self {
+                _directory: directory,
+            }),
+            Err(TryLockError::WouldBlock) => Err(LockError::Held {
+                holder: holder(&directory.metadata()?),
+            }),
+            Err(TryLockError::Error(error)) => Err(error.into()),
+        }
+    }
+}
+
+/// The process that has a file locked; `None` when it is in another PID namespace.
+fn holder(metadata: &Metadata) -> Option<u32> {
+    let locks = fs::read_to_string("/proc/locks").ok()?;
+    let device = metadata.dev();
+    // proc_locks(5): major and minor in hexadecimal, inode in decimal.
+    let file = format!(
+        "{:02x}:{:02x}:{}",
+        libc::major(device),
+        libc::minor(device),
+        metadata.ino()
+    );
+    find_holder(&locks, &file)
+}
+
+/// `1: FLOCK  ADVISORY  WRITE 4711 00:1a:5 0 EOF`; a line of one who waits has `->` before the kind.
+fn find_holder(locks: &str, file: &str) -> Option<u32> {
+    let of = |line: &str| {
+        let words: Vec<_> = line.split_whitespace().collect();
+        match words[..] {
+            [_, "FLOCK", _, _, pid, id, ..] if id == file => pid.parse().ok(),
+            _ => None,
+        }
+    };
+    locks.lines().find_map(of).filter(|pid| *pid > 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_locked_directory_names_its_holder() {
+        let directory = tempfile::tempdir().unwrap();
+        let lock = DirectoryLock::take(directory.path()).unwrap();
+        let error = DirectoryLock::take(directory.path()).unwrap_err();
+        let own = std::process::id();
+        assert!(
+            matches!(error, LockError::Held { holder: None })
+                || error.to_string() == format!("locked by process {own}"),
+            "{error}"
+        );
+        drop(lock);
+        DirectoryLock::take(directory.path()).unwrap();
+    }
+
+    #[test]
+    fn the_holder_is_found_among_others() {
+        let locks = "1: POSIX  ADVISORY  WRITE 7 00:1a:5 0 EOF\n\
+                     2: FLOCK  ADVISORY  WRITE 42 00:1a:5 0 EOF\n\
+                     2: -> FLOCK  ADVISORY  WRITE 43 00:1a:6 0 EOF\n\
+                     3: FLOCK  ADVISORY  WRITE 0 00:1a:7 0 EOF\n";
+        assert_eq!(find_holder(locks, "00:1a:5"), Some(42));
+        assert_eq!(find_holder(locks, "00:1a:6"), None);
+        assert_eq!(find_holder(locks, "00:1a:7"), None);
+    }
+}
