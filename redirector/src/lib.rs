@@ -11,7 +11,7 @@
 //! pods
 //! admin | cni | debug
 //! config
-//! app
+//! app | uninstall
 //! ```
 #![deny(unsafe_code)]
 
@@ -29,3 +29,4 @@ pub mod redirect;
 pub mod serve;
 pub mod sys;
 pub mod telemetry;
+pub mod uninstall;

@@ -18,6 +18,7 @@ use redirector::{
     mesh::pod::PodUid,
     redirect::ebpf,
     telemetry::{Chain, logs},
+    uninstall,
 };
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -40,6 +41,15 @@ enum Command {
         #[arg(long, default_value = "127.0.0.1:15000")]
         admin_addr: SocketAddr,
     },
+    /// Remove from this node whatever agents with these directories have left; the settings are those of `agent`
+    #[command(
+        long_about = "Remove from this node whatever agents with these directories have left: programs, filters, rules, routes and \
+                      sysctls in all pods, pins, records, sockets. The settings are those of `agent`. What cannot be removed is \
+                      told, and the rest goes on.\n\n\
+                      Exit codes: 0 nothing of ours is left; 1 something is, or nothing could be done; 2 bad usage; 3 an agent \
+                      runs on these directories, and nothing was touched."
+    )]
+    Uninstall(Box<Uninstall>),
     /// Attach the eBPF programs to a namespace without a proxy: they count, and everything passes; Ctrl-C detaches
     Load {
         /// The namespace: a name of `ip netns`, the PID of a process in it, or a path
@@ -79,10 +89,23 @@ struct Agent {
     settings: Settings,
 }
 
+#[derive(Debug, clap::Args)]
+struct Uninstall {
+    /// Remove the development CA too. Pods on other nodes that have its certificates are no longer trusted by a new one
+    #[arg(long)]
+    remove_ca: bool,
+    #[command(flatten)]
+    agent: Agent,
+}
+
+/// Exit code of `uninstall` where an agent runs.
+const AGENT_RUNS: u8 = 3;
+
 fn main() -> ExitCode {
     // Bad usage is told by clap, with exit code 2.
     let result = match Arguments::parse().command {
         Command::Agent(agent) => run_agent(*agent),
+        Command::Uninstall(arguments) => uninstall(*arguments),
         Command::Status { admin_addr } => print_status(admin_addr),
         Command::Load { netns, backend } => until_signal(async |signal| {
             let Backend {
@@ -113,7 +136,10 @@ fn main() -> ExitCode {
                 None => Chain(error).to_string(),
             };
             let _ = writeln!(io::stderr(), "redirector: {line}");
-            ExitCode::FAILURE
+            match error.downcast_ref::<uninstall::Error>() {
+                Some(uninstall::Error::AgentRuns { .. }) => AGENT_RUNS.into(),
+                _ => ExitCode::FAILURE,
+            }
         }
     }
 }
@@ -132,6 +158,26 @@ fn run_agent(agent: Agent) -> anyhow::Result<()> {
     // A step that blocks in the kernel must not hold up the exit.
     runtime.shutdown_timeout(std::time::Duration::from_secs(5));
     Ok(result?)
+}
+
+fn uninstall(arguments: Uninstall) -> anyhow::Result<()> {
+    let Uninstall { remove_ca, agent } = arguments;
+    let variable = |name: &str| std::env::var(name).ok();
+    let config = Config::load(agent.settings, agent.config.as_deref(), &variable)?;
+    app::check_rights()?;
+    logs::start(&"warn".parse()?, logs::Format::Plain).context("cannot start logging")?;
+    let report = uninstall::run(&config, remove_ca)?;
+    let mut err = io::stderr();
+    for failure in &report.failures {
+        let _ = writeln!(err, "redirector: {failure}");
+    }
+    let _ = writeln!(io::stdout(), "pods released: {}", report.released);
+    anyhow::ensure!(
+        report.failures.is_empty(),
+        "{} things could not be removed; what stands in their way above, run it again without that",
+        report.failures.len()
+    );
+    Ok(())
 }
 
 /// Runs a tool that ends at SIGINT or SIGTERM. Warnings go to standard error.

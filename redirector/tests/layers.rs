@@ -15,7 +15,7 @@ const LAYERS: &[&[&str]] = &[
     &["pods"],
     &["admin", "cni", "debug"],
     &["config"],
-    &["app"],
+    &["app", "uninstall"],
 ];
 
 /// Files, and directories with all that is in them, that may hold `unsafe`.

@@ -54,6 +54,12 @@ impl Default for Config {
     }
 }
 
+/// Removes the files of the CA in `dir`, and the directory if nothing else is in it. Tells of each what became of it; one that
+/// is not there is an error of the kind `NotFound`. Agents that share it can no longer start.
+pub fn remove(dir: &Path) -> Vec<(PathBuf, std::io::Result<()>)> {
+    files::Files::new(dir).remove()
+}
+
 /// A CA whose key is on this machine.
 #[derive(Clone)]
 pub struct DevCa {

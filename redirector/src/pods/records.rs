@@ -128,6 +128,10 @@ pub struct Error {
 }
 
 const SUFFIX: &str = ".json";
+/// Of a record that is being written.
+const UNFINISHED: &str = ".tmp";
+/// Of what was found to be no record.
+const ASIDE: &str = ".bad";
 
 impl Records {
     /// Opens, and makes if need be, the directory `pods` in `state_dir`.
@@ -145,6 +149,39 @@ impl Records {
         Ok(Self { directory })
     }
 
+    /// The directory of an agent that has made it, or not.
+    pub fn existing(state_dir: &Path) -> Self {
+        Self {
+            directory: state_dir.join("pods"),
+        }
+    }
+
+    /// Removes what is left when the records are removed, and the directory if it is empty then. Tells of each what became of
+    /// it.
+    pub fn remove_leftovers(&self) -> Vec<(PathBuf, io::Result<()>)> {
+        let entries = fs::read_dir(&self.directory).into_iter().flatten().flatten();
+        let left = |path: &PathBuf| {
+            let name = path.as_os_str().as_encoded_bytes();
+            [UNFINISHED, ASIDE]
+                .iter()
+                .any(|suffix| name.ends_with(suffix.as_bytes()))
+        };
+        let mut results: Vec<_> = entries
+            .map(|entry| entry.path())
+            .filter(left)
+            .map(|path| {
+                let removed = fs::remove_file(&path);
+                (path, removed)
+            })
+            .collect();
+        let emptied = match fs::remove_dir(&self.directory) {
+            Err(error) if error.kind() == io::ErrorKind::DirectoryNotEmpty => Ok(()),
+            other => other,
+        };
+        results.push((self.directory.clone(), emptied));
+        results
+    }
+
     fn path(&self, uid: &PodUid) -> PathBuf {
         self.directory.join(format!("{uid}{SUFFIX}"))
     }
@@ -154,7 +191,7 @@ impl Records {
         let path = self.directory.join(format!("{}{SUFFIX}", record.uid));
         let write = || {
             // The next try writes over the leftover of one that was cut off.
-            let unfinished = self.directory.join(format!("{}.tmp", record.uid));
+            let unfinished = self.directory.join(format!("{}{UNFINISHED}", record.uid));
             let mut file = File::create(&unfinished)?;
             serde_json::to_writer_pretty(&mut file, record)?;
             file.write_all(b"\n")?;
@@ -200,7 +237,7 @@ impl Records {
                 Err(error) => {
                     tracing::error!(path = %path.display(), error = %Chain(&error), "bad record of a pod, put aside");
                     let mut aside = path.clone().into_os_string();
-                    aside.push(".bad");
+                    aside.push(ASIDE);
                     if let Err(error) = fs::rename(&path, &aside) {
                         tracing::warn!(path = %path.display(), %error, "cannot put the record aside");
                     }
@@ -213,6 +250,8 @@ impl Records {
     fn files(&self) -> Vec<PathBuf> {
         let entries = match fs::read_dir(&self.directory) {
             Ok(entries) => entries,
+            // `existing` has made none.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Vec::new(),
             Err(error) => {
                 tracing::error!(path = %self.directory.display(), %error, "cannot list the records of pods");
                 return Vec::new();

@@ -21,6 +21,7 @@ use super::Error;
 pub(super) const ROOT: &str = "root.pem";
 pub(super) const ROOT_KEY: &str = "root-key.pem";
 const LOCK: &str = ".lock";
+const UNFINISHED: &str = "pem.new";
 
 /// How long another process may take to make a root: a key, two small files.
 const LOCK_DEADLINE: Duration = Duration::from_secs(10);
@@ -78,6 +79,30 @@ impl Files {
         Ok(pem)
     }
 
+    /// Removes them, and the directory if it is empty then. Tells of each what became of it.
+    pub(super) fn remove(&self) -> Vec<(PathBuf, io::Result<()>)> {
+        let files = [
+            self.key.clone(),
+            self.root.clone(),
+            self.key.with_extension(UNFINISHED),
+            self.root.with_extension(UNFINISHED),
+            self.dir.join(LOCK),
+        ];
+        let mut results: Vec<_> = files
+            .into_iter()
+            .map(|path| {
+                let removed = fs::remove_file(&path);
+                (path, removed)
+            })
+            .collect();
+        let emptied = match fs::remove_dir(&self.dir) {
+            Err(error) if error.kind() == io::ErrorKind::DirectoryNotEmpty => Ok(()),
+            other => other,
+        };
+        results.push((self.dir.clone(), emptied));
+        results
+    }
+
     fn load(&self) -> Result<Option<Pem>, Error> {
         let Some(certificate) = self.read(&self.root)? else {
             return Ok(None);
@@ -129,7 +154,7 @@ impl Files {
 
     /// Writes a file so that it is there as a whole or not at all, whatever happens meanwhile. Under the lock.
     fn put(&self, path: &Path, text: &str, mode: u32) -> Result<(), Error> {
-        let temporary = path.with_extension("pem.new");
+        let temporary = path.with_extension(UNFINISHED);
         // What an agent left that died here.
         match fs::remove_file(&temporary) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
