@@ -1,0 +1,225 @@
+//! Un-enrolment, uninstallation, and a change of backend: all of ours goes, and only that.
+
+use std::{collections::BTreeSet, fs, time::Duration};
+
+use redirector_tests::{
+    agent::Options,
+    app::{self, App},
+    footprint::{Footprint, Objects, alive, netns_links, pinned_below},
+    mesh::{Mesh, PORT},
+    node::Family,
+    suite::{Case, case},
+    wait,
+    workloads::Workloads,
+};
+
+use crate::{assert_one_of_each, assert_unchanged, hbone_works, ours, pins};
+
+/// The tests of this module.
+pub(crate) fn cases() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (attach, force_clsact) in [("tcx", false), ("clsact", true)] {
+        let options = move || Options {
+            force_clsact,
+            ..Options::default()
+        };
+        cases.push(case(
+            format!("release_leaves_what_was_there_{attach}"),
+            move || release_leaves_what_was_there(options()),
+        ));
+        cases.push(case(
+            format!("uninstall_leaves_what_was_there_{attach}"),
+            move || uninstall_leaves_what_was_there(options()),
+        ));
+    }
+    cases.push(case(
+        "a_pod_moves_to_another_backend_and_back",
+        a_pod_moves_to_another_backend_and_back,
+    ));
+    cases.push(case(
+        "uninstall_spares_a_running_agent",
+        uninstall_spares_a_running_agent,
+    ));
+    cases.push(case(
+        "uninstall_goes_on_after_a_failure",
+        uninstall_goes_on_after_a_failure,
+    ));
+    cases.push(case("uninstall_of_nothing_is_fine", uninstall_of_nothing_is_fine));
+    cases
+}
+
+/// The kernel frees objects when nothing refers to them any more, by and by.
+fn assert_freed(objects: &Objects) {
+    let mut left = Objects::new();
+    let end = std::time::Instant::now() + wait::DEADLINE;
+    while std::time::Instant::now() < end {
+        left = alive(objects);
+        if left.is_empty() {
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    panic!("of {objects:?} the kernel still has {left:?}");
+}
+
+fn release_leaves_what_was_there(options: Options) {
+    let mesh = Mesh::started(options, |client, server| Workloads::hbone([client, server]));
+    let pods = [&mesh.client, &mesh.server];
+    let untouched = pods.map(|pod| Footprint::of(&pod.ns));
+    let (pinned, shared) = (pins(&mesh), pinned_below(&mesh.agent.bpffs_dir()));
+    for pod in pods {
+        mesh.agent.enrol(pod);
+    }
+    hbone_works(&mesh);
+    let objects = &pinned_below(&mesh.agent.bpffs_dir()) - &shared;
+    assert!(!objects.is_empty());
+    for pod in pods {
+        mesh.agent.release(pod);
+    }
+    for (pod, before) in pods.into_iter().zip(&untouched) {
+        assert_unchanged(before, pod, "after its release");
+    }
+    assert_eq!(pins(&mesh), pinned);
+    assert_freed(&objects);
+}
+
+fn uninstall_leaves_what_was_there(options: Options) {
+    let mut mesh = Mesh::started(options, |client, server| Workloads::hbone([client, server]));
+    let pods = |mesh: &Mesh| [&mesh.client, &mesh.server].map(|pod| Footprint::of(&pod.ns));
+    let untouched = pods(&mesh);
+    let node = Footprint::of(&mesh.node.host.ns);
+    for pod in [&mesh.client, &mesh.server] {
+        mesh.agent.enrol(pod);
+    }
+    hbone_works(&mesh);
+    // One whose agent was killed leaves most behind.
+    mesh.agent.kill();
+    let objects = pinned_below(&mesh.agent.bpffs_dir());
+    assert!(!objects.is_empty());
+    let (status, output) = mesh.agent.uninstall(&mesh.node, &[]);
+    assert!(status.success(), "{output}");
+    for (pod, before) in [&mesh.client, &mesh.server].into_iter().zip(&untouched) {
+        assert_unchanged(before, pod, "after the uninstallation");
+    }
+    let left = node.differences(&Footprint::of(&mesh.node.host.ns));
+    assert!(
+        left.iter().all(|line| line.starts_with("listeners")),
+        "in the node's namespace: {left:?}"
+    );
+    assert_freed(&objects);
+    assert_eq!(pins(&mesh), BTreeSet::new());
+    let mounts = fs::read_to_string("/proc/self/mounts").unwrap();
+    let bpffs = mesh.agent.bpffs_dir().display().to_string();
+    assert!(!mounts.contains(&bpffs), "the bpffs is still mounted");
+    assert!(!mesh.agent.bpffs_dir().exists());
+    assert!(!mesh.agent.cni_socket().exists());
+
+    // The development CA's key stays unless it is asked for: other nodes may share it.
+    let state = mesh.agent.state_dir();
+    let names = |directory: &std::path::Path| -> Vec<_> {
+        let entries = fs::read_dir(directory).into_iter().flatten().flatten();
+        entries.map(|entry| entry.file_name()).collect()
+    };
+    assert_eq!(names(&state), ["ca"]);
+    assert!(!names(&state.join("ca")).is_empty());
+    // The pods talk plainly again.
+    let _app = App::start(&mesh.server.ns, (Family::V4.any(), PORT).into(), app::who);
+    let seen = app::ask_who(&mesh.client.ns, mesh.server.addr(Family::V4, PORT)).unwrap();
+    assert_eq!(seen, mesh.client.v4.to_string());
+    let (status, output) = mesh.agent.uninstall(&mesh.node, &["--remove-ca"]);
+    assert!(status.success(), "{output}");
+    assert!(!state.exists());
+}
+
+/// The agent is started again with another backend: what the first has left in the pods goes, once the other serves them.
+fn a_pod_moves_to_another_backend_and_back() {
+    let mut mesh = Mesh::started(Options::default(), |client, server| {
+        Workloads::hbone([client, server])
+    });
+    let listeners = |footprint: &Footprint| -> BTreeSet<String> {
+        footprint.section("listeners").map(str::to_owned).collect()
+    };
+    let untouched = [&mesh.client, &mesh.server].map(|pod| Footprint::of(&pod.ns));
+    for pod in [&mesh.client, &mesh.server] {
+        mesh.agent.enrol(pod);
+    }
+    for _ in 0..2 {
+        hbone_works(&mesh);
+        mesh.agent.kill();
+        mesh.agent.set_options(Options {
+            redirect_none: true,
+            ..Options::default()
+        });
+        mesh.agent.restart(&mesh.node);
+        for (pod, before) in [&mesh.client, &mesh.server].into_iter().zip(&untouched) {
+            let now = Footprint::of(&pod.ns);
+            let left = before.differences(&now);
+            assert!(
+                left.iter().all(|line| line.starts_with("listeners")),
+                "{}: {left:?}",
+                pod.name
+            );
+            assert!(!listeners(&now).is_empty(), "the other backend serves the pod");
+            assert!(ours(pod).is_empty() && netns_links(&pod.ns).is_empty());
+        }
+        mesh.agent.stop();
+        mesh.agent.set_options(Options::default());
+        mesh.agent.restart(&mesh.node);
+        for pod in [&mesh.client, &mesh.server] {
+            assert_one_of_each(pod);
+        }
+    }
+    hbone_works(&mesh);
+}
+
+fn uninstall_spares_a_running_agent() {
+    let mesh = Mesh::hbone(Options::default());
+    let (before, pinned) = (Footprint::of(&mesh.client.ns), pins(&mesh));
+    let (status, output) = mesh.agent.uninstall(&mesh.node, &[]);
+    assert_eq!(status.code(), Some(3), "{output}");
+    assert!(
+        output.contains(&format!("process {}", mesh.agent.pid())),
+        "{output}"
+    );
+    assert_eq!(pins(&mesh), pinned);
+    assert_unchanged(&before, &mesh.client, "changed by what was refused");
+    hbone_works(&mesh);
+}
+
+/// There is a directory where only files can be, and a pod has lost its record.
+fn uninstall_goes_on_after_a_failure() {
+    let mut mesh = Mesh::started(Options::default(), |client, server| {
+        Workloads::hbone([client, server])
+    });
+    let untouched = [&mesh.client, &mesh.server].map(|pod| Footprint::of(&pod.ns));
+    for pod in [&mesh.client, &mesh.server] {
+        mesh.agent.enrol(pod);
+    }
+    mesh.agent.stop();
+    let pods = mesh.agent.state_dir().join("pods");
+    fs::remove_file(pods.join(format!("{}.json", mesh.client.uid))).unwrap();
+    let stray = pods.join("stray.bad");
+    fs::create_dir(&stray).unwrap();
+    let (status, output) = mesh.agent.uninstall(&mesh.node, &[]);
+    assert_eq!(status.code(), Some(1), "{output}");
+    assert!(output.contains(&stray.display().to_string()), "{output}");
+    // All else is gone, the pod without a record included: its pins tell of it.
+    for (pod, before) in [&mesh.client, &mesh.server].into_iter().zip(&untouched) {
+        assert_unchanged(before, pod, "after the uninstallation");
+    }
+    assert_eq!(pins(&mesh), BTreeSet::new());
+    fs::remove_dir(&stray).unwrap();
+    let (status, output) = mesh.agent.uninstall(&mesh.node, &[]);
+    assert!(status.success(), "{output}");
+    assert!(!pods.exists());
+}
+
+fn uninstall_of_nothing_is_fine() {
+    let mut mesh = Mesh::hbone(Options::default());
+    mesh.agent.stop();
+    for _ in 0..2 {
+        let (status, output) = mesh.agent.uninstall(&mesh.node, &["--remove-ca"]);
+        assert!(status.success(), "{output}");
+    }
+    assert!(!mesh.agent.state_dir().exists());
+}
