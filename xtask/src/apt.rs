@@ -28,6 +28,22 @@ pub(crate) const TESTS: &[Program] = &[
     ("/usr/bin/python3", "python3"),
 ];
 
+/// What tests on other kernels run: fetching them, and making and emulating a machine.
+pub(crate) const KERNELS: &[Program] = &[
+    ("qemu-system-x86_64", "qemu-system-x86"),
+    ("busybox", "busybox-static"),
+    ("strip", "binutils"),
+    ("xz", "xz-utils"),
+    ("zstd", "zstd"),
+    ("ip", "iproute2"),
+    ("tc", "iproute2"),
+    ("nsenter", "util-linux"),
+    (
+        "/usr/share/keyrings/debian-archive-keyring.gpg",
+        "debian-archive-keyring",
+    ),
+];
+
 /// Sees to it that the programs are there.
 pub(crate) fn require(programs: &[Program]) -> Result<()> {
     let there = |program: &str| match program.strip_prefix('/') {

@@ -3,6 +3,7 @@
 mod apt;
 mod build;
 mod ci;
+mod kernel;
 mod process;
 mod test;
 mod toolchain;
@@ -12,7 +13,7 @@ use std::process::ExitCode;
 use anyhow::{Result, bail};
 use clap::{Parser, Subcommand};
 
-use crate::{build::Profile, process::Step, toolchain::Way};
+use crate::{build::Profile, kernel::Extent, process::Step, test::Total, toolchain::Way};
 
 /// Builds, tests and demonstrates the redirector.
 #[derive(Parser)]
@@ -40,6 +41,12 @@ enum Command {
         /// Only what needs neither root nor the eBPF toolchain
         #[arg(long)]
         unprivileged: bool,
+        /// On a kernel of Debian in a virtual machine instead: what depends on the kernel
+        #[arg(long, value_enum, conflicts_with = "unprivileged")]
+        kernel: Option<kernel::Choice>,
+        /// On that kernel only what CI has the time for
+        #[arg(long, requires = "kernel")]
+        quick: bool,
         /// Only tests whose name contains this
         filter: Option<String>,
     },
@@ -86,7 +93,23 @@ fn run(cli: &Cli) -> Result<()> {
             Ok(())
         }
         Command::Demo { keep } => demo(way, *keep),
-        Command::Test { unprivileged, filter } => {
+        Command::Test {
+            kernel: Some(choice),
+            quick,
+            filter,
+            ..
+        } => {
+            let extent = if *quick { Extent::Quick } else { Extent::Whole };
+            let mut total = Total::default();
+            kernel::run(*choice, way, extent, filter.as_deref(), &mut total)?;
+            total.finish()
+        }
+        Command::Test {
+            unprivileged,
+            filter,
+            kernel: None,
+            ..
+        } => {
             let total = test::run(way, *unprivileged, filter.as_deref())?;
             total.finish()
         }

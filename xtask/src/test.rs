@@ -45,6 +45,18 @@ impl Total {
         Ok(())
     }
 
+    /// Adds results that no runner of ours printed.
+    pub(crate) fn count(&mut self, passed: u64, failed: u64, ignored: u64) {
+        self.passed += passed;
+        self.failed += failed;
+        self.ignored += ignored;
+    }
+
+    /// Notes a failure that is no test's.
+    pub(crate) fn broken(&mut self, what: String) {
+        self.broken.push(what);
+    }
+
     /// Prints the sum; an error when something failed.
     pub(crate) fn finish(&self) -> Result<()> {
         for broken in &self.broken {
