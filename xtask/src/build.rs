@@ -132,14 +132,15 @@ pub(crate) fn binaries(object: &Path, profile: Profile) -> Result<Built> {
     Ok(built)
 }
 
-/// The suites that need root.
-pub(crate) fn suites(object: &Path, profile: Profile) -> Result<Built> {
+/// The suites that need root: those of these names, or all when none is named.
+pub(crate) fn suites(object: &Path, profile: Profile, names: &[&str]) -> Result<Built> {
     let step = Step::start("privileged test suites");
-    let mut built = cargo_executables(
-        &["test", "--no-run", "--package", "redirector-tests", "--tests"],
-        object,
-        profile,
-    )?;
+    let mut arguments = vec!["test", "--no-run", "--package", "redirector-tests"];
+    if names.is_empty() {
+        arguments.push("--tests");
+    }
+    arguments.extend(names.iter().flat_map(|name| ["--test", name]));
+    let mut built = cargo_executables(&arguments, object, profile)?;
     // Cargo builds the package's library and programs along with them.
     built.executables.retain(|executable| executable.kind == "test");
     step.done();

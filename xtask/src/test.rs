@@ -132,7 +132,7 @@ pub(crate) fn privileged(way: Option<Way>, total: &mut Total, filter: Option<&st
     let python = python_peers()?;
     let object = build::ebpf_object(way)?;
     let bins = build::binaries(&object, Profile::Release)?;
-    let suites = build::suites(&object, Profile::Release)?;
+    let suites = build::suites(&object, Profile::Release, &[])?;
     for (name, path) in suites.iter() {
         let mut command = process::command(path);
         command

@@ -162,7 +162,7 @@ fn listed(line: &str) -> Option<String> {
 }
 
 impl Plan {
-    /// Chooses the cases for a kernel of this version. `filter` is part of a name.
+    /// Chooses the cases for a kernel of this version. `filter` is part of a name, or a suite.
     pub(crate) fn make(
         suites: &[Suite],
         version: (u32, u32),
@@ -188,7 +188,7 @@ impl Plan {
                     );
                 }
                 cases
-                    .filter(|name| filter.is_none_or(|filter| name.contains(filter)))
+                    .filter(|name| filter.is_none_or(|filter| filter == suite.name || name.contains(filter)))
                     .for_each(|name| plan.add(suite.name, name, version));
             }
         }

@@ -28,7 +28,7 @@ pub(crate) struct Report {
     plan: Plan,
     /// What `uname -r` said.
     release: Option<String>,
-    results: BTreeMap<Case, (Outcome, u64)>,
+    results: BTreeMap<Case, Outcome>,
     problems: Vec<String>,
     done: bool,
     running: Option<Case>,
@@ -105,9 +105,8 @@ impl Report {
             Outcome::Passed => format!("ok       {case} ({seconds} s)"),
             Outcome::Failed(code) => format!("FAILED   {case} (code {code}, {seconds} s)"),
         };
-        let result = (outcome, seconds.parse().unwrap_or(0));
         if self.plan.cases.contains(case) {
-            self.results.insert(case.clone(), result);
+            self.results.insert(case.clone(), outcome);
         }
         line
     }
@@ -130,12 +129,10 @@ impl Report {
     }
 
     fn failed(&self) -> impl Iterator<Item = (&Case, &str)> {
-        self.results
-            .iter()
-            .filter_map(|(case, (outcome, _))| match outcome {
-                Outcome::Failed(code) => Some((case, code.as_str())),
-                Outcome::Passed => None,
-            })
+        self.results.iter().filter_map(|(case, outcome)| match outcome {
+            Outcome::Failed(code) => Some((case, code.as_str())),
+            Outcome::Passed => None,
+        })
     }
 
     /// What counts: a problem or an early end is a failure, whatever the cases say.
@@ -160,7 +157,7 @@ impl Report {
             let passed = self
                 .results
                 .iter()
-                .filter(|(_, (outcome, _))| *outcome == Outcome::Passed);
+                .filter(|(_, outcome)| **outcome == Outcome::Passed);
             let planned = of(&mut self.plan.cases.iter());
             let passed = of(&mut passed.map(|(case, _)| case));
             let lacking = of(&mut self.plan.not_applicable.iter().map(|(case, _)| case));
