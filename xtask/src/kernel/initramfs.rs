@@ -17,6 +17,19 @@ use crate::process;
 
 /// Programs of this machine that the suites start, taken along with their libraries.
 const PROGRAMS: &[&str] = &["ip", "tc", "nsenter", "setpriv"];
+/// Programs that are taken where this machine has them: for the ways to redirect that want them.
+const OPTIONAL_PROGRAMS: &[&str] = &[
+    "iptables-nft-restore",
+    "iptables-nft-save",
+    "ip6tables-nft-restore",
+    "ip6tables-nft-save",
+    "iptables-legacy-restore",
+    "iptables-legacy-save",
+    "ip6tables-legacy-restore",
+    "ip6tables-legacy-save",
+];
+/// What these load when they run, for which there is no telling by ldd.
+const PLUGINS: &[&str] = &["/usr/lib/x86_64-linux-gnu/xtables"];
 /// Where the suites, the agent and the programs above are. Before busybox's in PATH, which has some of the same names.
 const TOOLS: &str = "tools";
 /// Longest time of one case, in seconds: several times what the slowest takes on an idle host.
@@ -46,6 +59,9 @@ pub(crate) fn build(contents: &Contents<'_>, directory: &Path) -> Result<PathBuf
         let path = process::find(name).with_context(|| format!("there is no {name}"))?;
         programs.push((root.join(TOOLS).join(name), path));
     }
+    for name in OPTIONAL_PROGRAMS {
+        programs.extend(process::find(name).map(|path| (root.join(TOOLS).join(name), path)));
+    }
     let own = contents
         .suites
         .iter()
@@ -63,8 +79,12 @@ pub(crate) fn build(contents: &Contents<'_>, directory: &Path) -> Result<PathBuf
         }
         libraries.extend(libraries_of(from));
     }
+    let plugins: Vec<PathBuf> = PLUGINS.iter().map(PathBuf::from).collect();
+    libraries.extend(super::files(&plugins));
     for library in &libraries {
-        let relative = library.strip_prefix("/").context("ldd tells absolute paths")?;
+        let relative = library
+            .strip_prefix("/")
+            .context("libraries have absolute paths")?;
         copy(library, &root.join(relative))?;
     }
     let order = modules::unpack(&contents.kernel.modules, &root.join("modules"))?;

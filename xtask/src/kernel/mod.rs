@@ -139,7 +139,9 @@ pub(crate) fn run(
             counts.not_applicable,
         );
     }
-    println!("{}", table(&reports));
+    if !reports.is_empty() {
+        println!("{}", table(&reports));
+    }
     Ok(())
 }
 

@@ -77,6 +77,8 @@ impl Apt {
         }
         let targets = process::output(process::command("apt-get").args([
             "indextargets",
+            // Also those whose lists were never fetched here, or were removed.
+            "--no-release-info",
             "--format",
             "$(RELEASE) $(REPO_URI)",
             "Created-By: Packages",
@@ -100,9 +102,10 @@ impl Apt {
         fs::write(&list, sources).with_context(|| format!("writing {}", list.display()))?;
         let step = Step::start(format!("asking for kernels of {}", kernel.suites.join(", ")));
         // A suite may be gone from the mirror; what the others and the last time gave may be enough, and is told if not.
-        match process::run(apt.command("apt-get").args(["update", "-qq"])) {
+        let update = ["update", "-qq", "--error-on=any"];
+        match process::run(apt.command("apt-get").args(update)) {
             Err(error) if process::interrupted() => return Err(error),
-            Err(error) => eprintln!("{error:#}; going on with the lists that are there"),
+            Err(_) => eprintln!("not every list could be had; going on with those that are there"),
             Ok(()) => fs::write(apt.stamp(), "")?,
         }
         step.done();
