@@ -30,6 +30,7 @@ pub(crate) const OPTIONAL: &[&str] = &[
     "nft_compat",
     "nft_chain_nat",
     "nft_redir",
+    "nft_counter",
     "nft_ct",
     "nf_nat",
     "nf_conntrack",
