@@ -138,6 +138,7 @@ impl<L: Launch> Lifecycle<L> {
             node: config.node.clone(),
             release_grace: config.release_grace,
             rules: config.rules.clone(),
+            durations: metrics.durations.clone(),
         };
         let lifecycle = Self {
             worker: Arc::new(worker),

@@ -3,7 +3,7 @@
 use std::{net::IpAddr, path::PathBuf};
 
 use prometheus_client::{
-    metrics::{counter::Counter, gauge::Gauge},
+    metrics::{counter::Counter, gauge::Gauge, histogram::Histogram},
     registry::Registry,
 };
 use serde::{Deserialize, Serialize};
@@ -64,6 +64,29 @@ pub struct Metrics {
     pub(super) started: Counter,
     pub(super) stopped: Counter,
     pub(super) failed: Counter,
+    pub(super) durations: Durations,
+}
+
+/// How long the backend takes with a pod: without certificate, listeners and the connections' end.
+#[derive(Debug, Clone)]
+pub(super) struct Durations {
+    pub(super) attach: Histogram,
+    pub(super) detach: Histogram,
+}
+
+impl Default for Durations {
+    fn default() -> Self {
+        // From a clsact filter's tenths of a millisecond to a busy node's seconds.
+        let histogram = || {
+            Histogram::new([
+                0.000_5, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0,
+            ])
+        };
+        Self {
+            attach: histogram(),
+            detach: histogram(),
+        }
+    }
 }
 
 impl Metrics {
@@ -88,6 +111,19 @@ impl Metrics {
             "enrolments_failed",
             "Tries to capture a pod that failed",
             &self.failed,
+        );
+        let mut histogram = |name: &str, help: &str, metric: &Histogram| {
+            registry.register(format!("redirector_{name}_seconds"), help, metric.clone());
+        };
+        histogram(
+            "attach",
+            "Time in which the redirection of a pod's traffic was set up",
+            &self.durations.attach,
+        );
+        histogram(
+            "detach",
+            "Time in which the redirection of a pod's traffic was removed, without waiting for its connections",
+            &self.durations.detach,
         );
     }
 }

@@ -10,17 +10,18 @@ use std::{
     net::IpAddr,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::Arc,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use tokio::{sync::watch, task::spawn_blocking, time::timeout};
-use tracing::{error, info, warn};
+use tracing::{debug, error, info, warn};
 
 use super::{
     Error, PodAdd,
     launch::{Launch, NewPod},
     records::{Record, Records},
     rules::NodeRules,
+    status::Durations,
 };
 use crate::{
     mesh::pod::PodUid,
@@ -47,6 +48,8 @@ pub(super) struct Worker<L: Launch> {
     pub(super) release_grace: Duration,
     /// The rules for all pods.
     pub(super) rules: watch::Receiver<Arc<NodeRules>>,
+    /// How long the backend took.
+    pub(super) durations: Durations,
 }
 
 /// A pod that is captured.
@@ -301,12 +304,16 @@ impl<L: Launch> Worker<L> {
         let attach = move || {
             let steps = || {
                 let listeners = worker.launch.listeners(&proxy);
+                let begin = Instant::now();
                 guarded("attach to the pod", || {
                     worker
                         .redirector
                         .attach(&network, listeners)
                         .map_err(Error::Attach)
                 })?;
+                let elapsed = begin.elapsed();
+                worker.durations.attach.observe(elapsed.as_secs_f64());
+                debug!(uid = %network.uid, elapsed_us = elapsed.as_micros(), "redirection attached");
                 if !record {
                     return Ok(());
                 }
@@ -341,14 +348,28 @@ impl<L: Launch> Worker<L> {
     async fn release(self: &Arc<Self>, pod: Captured<L::Proxy>, grace: Duration) -> Result<(), Error> {
         let uid = pod.add.info.uid.clone();
         let (worker, network) = (Arc::clone(self), pod.network.clone());
-        let release = move || worker.redirector.release(&network).map_err(Error::Attach);
-        if let Err(error) = blocking("release the pod", release).await {
-            // Detaching ends the capture all the same, only less gently.
-            warn!(%uid, error = %Chain(&error), "new connections are captured to the end");
-        }
+        let release = move || {
+            let begin = Instant::now();
+            worker.redirector.release(&network).map_err(Error::Attach)?;
+            Ok(begin.elapsed())
+        };
+        let released = blocking("release the pod", release)
+            .await
+            .unwrap_or_else(|error| {
+                // Detaching ends the capture all the same, only less gently.
+                warn!(%uid, error = %Chain(&error), "new connections are captured to the end");
+                Duration::ZERO
+            });
         self.stop(&uid, pod.proxy, grace).await;
         let (worker, network) = (Arc::clone(self), pod.network);
-        let detach = move || worker.redirector.detach(&network).map_err(Error::Detach);
+        let detach = move || {
+            let begin = Instant::now();
+            worker.redirector.detach(&network).map_err(Error::Detach)?;
+            let elapsed = released + begin.elapsed();
+            worker.durations.detach.observe(elapsed.as_secs_f64());
+            debug!(uid = %network.uid, elapsed_us = elapsed.as_micros(), "redirection detached");
+            Ok(())
+        };
         let detached = blocking("detach from the pod", detach).await;
         let worker = Arc::clone(self);
         let removed = uid.clone();
