@@ -330,6 +330,11 @@ impl Agent {
         self.process.output()
     }
 
+    /// The file that [`Self::log`] reads.
+    pub fn log_file(&self) -> &Path {
+        self.process.log()
+    }
+
     /// Its access log: a map of fields per finished connection.
     pub fn access_log(&self) -> Vec<BTreeMap<String, String>> {
         let log = self.log();
@@ -377,7 +382,7 @@ impl Agent {
 }
 
 /// `key=value` and `key="value"` of a log line.
-fn fields(line: &str) -> BTreeMap<String, String> {
+pub fn fields(line: &str) -> BTreeMap<String, String> {
     let mut found = BTreeMap::new();
     let mut rest = line;
     while let Some((before, after)) = rest.split_once('=') {

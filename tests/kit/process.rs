@@ -83,6 +83,11 @@ impl Process {
         }
     }
 
+    /// Where its output goes.
+    pub fn log(&self) -> &Path {
+        &self.log
+    }
+
     /// Everything it printed.
     pub fn output(&self) -> String {
         fs::read(&self.log)
