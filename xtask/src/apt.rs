@@ -15,6 +15,13 @@ pub(crate) const DEMO: &[Program] = &[
     ("nft", "nftables"),
 ];
 
+/// What the benchmarks run.
+pub(crate) const BENCH: &[Program] = &[
+    ("ip", "iproute2"),
+    ("nsenter", "util-linux"),
+    ("iptables-nft-restore", "iptables"),
+];
+
 /// What the privileged tests run, peers included.
 pub(crate) const TESTS: &[Program] = &[
     ("ip", "iproute2"),

@@ -11,7 +11,7 @@ mod toolchain;
 use std::process::ExitCode;
 
 use anyhow::{Result, bail};
-use clap::{Parser, Subcommand};
+use clap::{Parser, Subcommand, ValueEnum};
 
 use crate::{build::Profile, kernel::Extent, process::Step, test::Total, toolchain::Way};
 
@@ -59,14 +59,25 @@ enum Command {
         #[arg(last = true)]
         arguments: Vec<String>,
     },
-    /// Measure what the detour through the proxies costs, on traffic between two pods (root)
+    /// Measure, on traffic between pods (root); docs/benchmarks/README.md says what
     Bench {
-        /// Arguments for the benchmark: --rounds N, --v6, --force-clsact, --json FILE
+        /// What to measure
+        #[arg(value_enum, default_value_t = Benchmark::Proxy)]
+        benchmark: Benchmark,
+        /// Arguments for the benchmark, e.g. --rounds N, --v6; `-- --help` has all
         #[arg(last = true)]
         arguments: Vec<String>,
     },
     /// What CI runs: format, lints, docs, licences, every test
     Ci,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Benchmark {
+    /// What the detour through the proxies costs: direct, plain, HBONE
+    Proxy,
+    /// The ways of redirecting compared: none, iptables, eBPF; writes docs/benchmarks/redirect.*
+    Redirect,
 }
 
 fn main() -> ExitCode {
@@ -114,7 +125,7 @@ fn run(cli: &Cli) -> Result<()> {
             total.finish()
         }
         Command::Load { netns, arguments } => load(way, netns, arguments),
-        Command::Bench { arguments } => bench(way, arguments),
+        Command::Bench { benchmark, arguments } => bench(way, *benchmark, arguments),
         Command::Ci => ci::run(way),
     }
 }
@@ -135,13 +146,17 @@ fn demo(way: Option<Way>, keep: bool) -> Result<()> {
     Ok(())
 }
 
-fn bench(way: Option<Way>, arguments: &[String]) -> Result<()> {
+fn bench(way: Option<Way>, benchmark: Benchmark, arguments: &[String]) -> Result<()> {
     need_root("bench")?;
-    apt::require(apt::DEMO)?;
+    apt::require(apt::BENCH)?;
     let object = build::ebpf_object(way)?;
     let bins = build::binaries(&object, Profile::Release)?;
     let mut command = process::command(bins.find("redirector-bench")?);
     command.env("REDIRECTOR_BIN", bins.find("redirector")?);
+    command.arg(match benchmark {
+        Benchmark::Proxy => "proxy",
+        Benchmark::Redirect => "redirect",
+    });
     let step = Step::start("benchmark");
     process::run(command.args(arguments))?;
     step.done();
