@@ -7,6 +7,7 @@
 //! - [`capture`]: what was on the wire; [`counters`]: what the kernel and the daemon counted
 //! - [`iptables`]: rules in a pod
 //! - [`foreign`]: eBPF programs of others; [`footprint`]: all that anybody has put into a namespace
+//! - [`bpf`]: what the eBPF object asks of a kernel
 //! - [`ca`]: certificates for peers that are not ours; [`envoy`] is such a peer
 //! - [`mesh`]: what most tests begin with; [`suite`]: the harness
 //!
@@ -15,6 +16,7 @@
 
 pub mod agent;
 pub mod app;
+pub mod bpf;
 pub mod ca;
 pub mod capture;
 pub mod cni;

@@ -5,7 +5,7 @@ use std::{env, process::ExitCode};
 
 use libtest_mimic::{Arguments, Failed, Trial};
 
-use crate::{agent, wait};
+use crate::{agent, bpf::object, wait};
 
 /// A test.
 pub struct Case {
@@ -24,6 +24,8 @@ pub fn case(name: impl Into<String>, run: impl FnOnce() + Send + 'static) -> Cas
 /// What a suite needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Needs {
+    /// The eBPF object, as a file.
+    Object,
     /// Namespaces.
     Root,
     /// Namespaces, and the daemon with its eBPF object.
@@ -70,21 +72,18 @@ fn trial(case: Case, lacking: Option<&'static str>, strict: bool) -> Trial {
 }
 
 fn lacking(needs: Needs) -> Option<&'static str> {
+    if needs == Needs::Object {
+        let there = object::path().is_file();
+        return (!there).then_some("needs the eBPF object: cargo xtask ebpf");
+    }
     if !nix::unistd::geteuid().is_root() {
         return Some("needs root");
     }
     let built =
-        || env::var_os("REDIRECTOR_BIN").is_some() || (agent::binary().is_some() && embedded_object());
+        || env::var_os("REDIRECTOR_BIN").is_some() || (agent::binary().is_some() && object::path().is_file());
     if needs != Needs::Root && !built() {
         return Some("needs the eBPF object: cargo xtask test");
     }
     (needs == Needs::Peers && env::var_os("REDIRECTOR_PYTHON").is_none())
         .then_some("needs Python's h2 and Envoy: cargo xtask test")
-}
-
-/// Whether the build had an object to embed, where xtask leaves it.
-fn embedded_object() -> bool {
-    std::path::Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("../target/bpf/redirector.bpf.o")
-        .is_file()
 }

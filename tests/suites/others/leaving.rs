@@ -3,7 +3,7 @@
 use std::{collections::BTreeSet, fs, time::Duration};
 
 use redirector_tests::{
-    agent::Options,
+    agent::{Options, Redirect},
     app::{self, App},
     footprint::{Footprint, Objects, alive, netns_links, pinned_below},
     mesh::{Mesh, PORT},
@@ -147,7 +147,7 @@ fn a_pod_moves_to_another_backend_and_back() {
         hbone_works(&mesh);
         mesh.agent.kill();
         mesh.agent.set_options(Options {
-            redirect_none: true,
+            redirect: Redirect::None,
             ..Options::default()
         });
         mesh.agent.restart(&mesh.node);
