@@ -21,6 +21,7 @@ use crate::{
     workloads::Workloads,
 };
 
+const ADMIN_PORT: u16 = 15000;
 const METRICS_PORT: u16 = 15020;
 const READINESS_PORT: u16 = 15021;
 /// Longest time to stop in: the daemon's own limit for draining is shorter.
@@ -140,7 +141,7 @@ impl Agent {
         ] {
             command.arg(flag).arg(directory.join(file));
         }
-        command.args(["--admin-addr", "127.0.0.1:15000"]);
+        command.args(["--admin-addr", &format!("127.0.0.1:{ADMIN_PORT}")]);
         command.args(["--metrics-addr", &format!("127.0.0.1:{METRICS_PORT}")]);
         command.args(["--readiness-addr", &format!("127.0.0.1:{READINESS_PORT}")]);
         command.args(options.redirect.arguments());
@@ -356,6 +357,22 @@ impl Agent {
             .unwrap_or_else(|error| panic!("reading metrics: {error}\n{}", self.log()));
         assert_eq!(status, 200, "{body}");
         parse_metrics(&body)
+    }
+
+    /// Its table of pods, as its admin address tells it.
+    ///
+    /// # Panics
+    /// When it cannot be had.
+    pub fn pods(&self) -> Vec<serde_json::Value> {
+        let node = redirector::sys::netns::Netns::open(&self.node).expect("the node is there");
+        let admin = (std::net::Ipv4Addr::LOCALHOST, ADMIN_PORT).into();
+        let (status, body) = node
+            .run(|| app::http_get_here(admin, "/pods"))
+            .expect("the node can be entered")
+            .unwrap_or_else(|error| panic!("reading pods: {error}\n{}", self.log()));
+        assert_eq!(status, 200, "{body}");
+        let mut view: serde_json::Value = serde_json::from_str(&body).expect("JSON");
+        serde_json::from_value(view["pods"].take()).expect("a list")
     }
 
     /// What its descriptors are: a sorted list of kinds, e.g. `socket`, `anon_inode:bpf-prog`, `net`.

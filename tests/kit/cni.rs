@@ -41,7 +41,7 @@ pub fn event(pod: &Pod) -> Value {
 /// An item of the event's `IPs`: Go's encoding of an address with its mask.
 fn address(ip: IpAddr) -> Value {
     let (mask, gateway): (&[u8], _) = match ip {
-        IpAddr::V4(_) => (&[255, 255, 255, 0], "10.77.0.1"),
+        IpAddr::V4(_) => (&[255, 255, 0, 0], "10.77.0.1"),
         IpAddr::V6(_) => (
             &[255, 255, 255, 255, 255, 255, 255, 255, 0, 0, 0, 0, 0, 0, 0, 0],
             "fd77::1",

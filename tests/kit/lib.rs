@@ -2,11 +2,11 @@
 //!
 //! - [`node`]: a node and its pods, made of network namespaces, veths and a bridge; [`netns`] is one namespace
 //! - [`agent`]: the real daemon in the node's namespace; [`workloads`] writes its workload file
-//! - [`cni`]: pod events over the Unix socket; [`zds`]: the same over ZDS, with us as the server
+//! - [`cni`]: pod events over the Unix socket, [`churn`]: in every order; [`zds`]: the same over ZDS, with us as the server
 //! - [`app`]: applications of the pods, and their clients; [`process`]: other programs in a pod
-//! - [`capture`]: what was on the wire; [`counters`]: what the kernel and the daemon counted
 //! - [`iptables`]: rules in a pod
 //! - [`foreign`]: eBPF programs of others; [`footprint`]: all that anybody has put into a namespace
+//! - [`capture`]: what was on the wire; [`counters`]: what the kernel and the daemon counted; [`holdings`]: what is held
 //! - [`bpf`]: what the eBPF object asks of a kernel
 //! - [`ca`]: certificates for peers that are not ours; [`envoy`] is such a peer
 //! - [`mesh`]: what most tests begin with; [`suite`]: the harness
@@ -19,12 +19,14 @@ pub mod app;
 pub mod bpf;
 pub mod ca;
 pub mod capture;
+pub mod churn;
 pub mod cni;
 pub mod counters;
 pub mod envoy;
 pub mod iptables;
 pub mod footprint;
 pub mod foreign;
+pub mod holdings;
 pub mod mesh;
 pub mod netns;
 pub mod node;

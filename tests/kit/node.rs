@@ -1,12 +1,13 @@
 //! A node: a namespace with a bridge, pods whose eth0 is a veth on it, and a namespace `outside` behind a route.
 //!
 //! All addresses are private to these namespaces, so every node has the same:
-//! pods 10.77.0.0/24 and fd77::/64 (the node is .1), outside 192.0.2.2 and fd77:ffff::2.
+//! pods 10.77.0.0/16 and fd77::/64 (the node is .0.1), outside 192.0.2.2 and fd77:ffff::2.
 
 use std::{
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
     path::Path,
-    sync::atomic::{AtomicU8, Ordering},
+    sync::atomic::{AtomicU16, Ordering},
+    thread,
 };
 
 use anyhow::Result;
@@ -119,7 +120,7 @@ pub struct Node {
     pub outside: Host,
     prefix: String,
     directory: Directory,
-    pods: AtomicU8,
+    pods: AtomicU16,
 }
 
 impl Node {
@@ -146,7 +147,7 @@ impl Node {
         let outside = Namespace::create(&format!("{prefix}-outside"))?;
         node.ip(&[
             "link add br0 type bridge forward_delay 0 mcast_snooping 0",
-            "addr add 10.77.0.1/24 dev br0",
+            "addr add 10.77.0.1/16 dev br0",
             "addr add fd77::1/64 dev br0 nodad",
             "link set br0 up",
             &format!("link add out0 type veth peer name eth0 netns {}", outside.name()),
@@ -174,7 +175,7 @@ impl Node {
             },
             prefix,
             directory,
-            pods: AtomicU8::new(10),
+            pods: AtomicU16::new(10),
         })
     }
 
@@ -187,21 +188,56 @@ impl Node {
             .unwrap_or_else(|error| panic!("making pod {name}: {error:#}"))
     }
 
+    /// Adds pods, some at a time. A bridge has a thousand ports.
+    ///
+    /// # Panics
+    /// When one cannot be made.
+    pub fn pods(&self, names: &[String]) -> Vec<Pod> {
+        const AT_A_TIME: usize = 4;
+        let share = names.len().div_ceil(AT_A_TIME).max(1);
+        thread::scope(|scope| {
+            let make = |names: &[String]| names.iter().map(|name| self.pod(name)).collect::<Vec<_>>();
+            let makers: Vec<_> = names
+                .chunks(share)
+                .map(|names| scope.spawn(move || make(names)))
+                .collect();
+            let made = makers.into_iter().map(|maker| maker.join().expect("makes pods"));
+            made.flatten().collect()
+        })
+    }
+
     /// Adds a pod, in Kubernetes namespace `demo`.
     pub fn create_pod(&self, name: &str) -> Result<Pod> {
         let number = self.pods.fetch_add(1, Ordering::Relaxed);
-        let (v4, v6) = (
-            Ipv4Addr::new(10, 77, 0, number),
+        let [high, low] = number.to_be_bytes();
+        let addresses = (
+            Ipv4Addr::new(10, 77, high, low),
             format!("fd77::{number}").parse::<Ipv6Addr>()?,
         );
+        self.build(name, number, addresses, true)
+    }
+
+    /// Adds a pod with the addresses of another, as one that gets them before that is known to be gone. It is on no bridge, so
+    /// that the other, if it is still there, keeps its traffic.
+    ///
+    /// # Panics
+    /// When it cannot be made.
+    pub fn twin(&self, of: &Pod, name: &str) -> Pod {
+        let number = self.pods.fetch_add(1, Ordering::Relaxed);
+        self.build(name, number, (of.v4, of.v6), false)
+            .unwrap_or_else(|error| panic!("making pod {name}: {error:#}"))
+    }
+
+    fn build(&self, name: &str, number: u16, (v4, v6): (Ipv4Addr, Ipv6Addr), on_bridge: bool) -> Result<Pod> {
         let ns = Namespace::create(&format!("{}-{name}", self.prefix))?;
         let veth = format!("veth{number}");
+        let master = if on_bridge { "master br0" } else { "" };
         self.host.ns.ip(&[
             format!("link add {veth} type veth peer name eth0 netns {}", ns.name()),
-            format!("link set {veth} master br0 up"),
+            format!("link set {veth} {master} up"),
         ])?;
         ns.ip(&[
-            format!("addr add {v4}/24 dev eth0"),
+            format!("addr add {v4}/16 dev eth0"),
             format!("addr add {v6}/64 dev eth0 nodad"),
             "link set eth0 up".to_owned(),
             "route add default via 10.77.0.1".to_owned(),

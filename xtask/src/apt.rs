@@ -27,6 +27,7 @@ pub(crate) const TESTS: &[Program] = &[
     ("ip", "iproute2"),
     ("nsenter", "util-linux"),
     ("curl", "curl"),
+    ("bpftool", "bpftool"),
     ("nft", "nftables"),
     ("bpftool", "bpftool"),
     ("iptables-nft-restore", "iptables"),
