@@ -74,13 +74,14 @@ pub(crate) async fn application(
         let options = socket::Application {
             source,
             mark: marks.application,
-            over_lo: marks.application_over_lo,
+            over_lo: marks.application_over_lo && source.is_some(),
         };
         in_pod(pod, || socket::application(destination.ip(), options))
     };
     let connected = async {
-        // The pod calls itself: the kernel's choice of source is right, and the address is free to bind to for all.
-        if client.ip() == destination.ip() {
+        // The pod calls itself: the kernel's choice of source is right, and the lookup leaves such calls alone. Bound to lo, the
+        // socket would miss the answers: what goes to an address of eth0 counts as received by eth0, though it goes over lo.
+        if pod.knows_address(client.ip()) {
             let socket = make(None).map_err(|source| Error::Socket { destination, source })?;
             let connected = socket::connect(socket, destination).await;
             return connected.map_err(|source| Error::Connect { destination, source });

@@ -322,10 +322,15 @@ impl Pod {
         }
     }
 
+    /// Whether `address` is one of the pod's own, as far as that was asked before.
+    fn knows_address(&self, address: IpAddr) -> bool {
+        let addresses = self.addresses.lock().unwrap_or_else(PoisonError::into_inner);
+        addresses.contains(&address)
+    }
+
     /// Whether `address` is one of the pod's own.
     fn has_address(&self, address: IpAddr) -> bool {
-        let addresses = || self.addresses.lock().unwrap_or_else(PoisonError::into_inner);
-        if addresses().contains(&address) {
+        if self.knows_address(address) {
             return true;
         }
         let found = self
@@ -337,7 +342,8 @@ impl Pod {
                 false
             });
         if found {
-            addresses().push(address);
+            let mut addresses = self.addresses.lock().unwrap_or_else(PoisonError::into_inner);
+            addresses.push(address);
         }
         found
     }
