@@ -8,6 +8,7 @@
 //! - [`foreign`]: eBPF programs of others; [`footprint`]: all that anybody has put into a namespace
 //! - [`capture`]: what was on the wire; [`counters`]: what the kernel and the daemon counted; [`holdings`]: what is held
 //! - [`bpf`]: what the eBPF object asks of a kernel
+//! - [`packet`]: packets made by hand
 //! - [`ca`]: certificates for peers that are not ours; [`envoy`] is such a peer
 //! - [`mesh`]: what most tests begin with; [`suite`]: the harness
 //!
@@ -30,6 +31,7 @@ pub mod holdings;
 pub mod mesh;
 pub mod netns;
 pub mod node;
+pub mod packet;
 pub mod process;
 pub mod suite;
 pub mod wait;

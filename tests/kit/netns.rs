@@ -115,6 +115,24 @@ impl Namespace {
         String::from_utf8_lossy(&output.stdout).into_owned()
     }
 
+    /// The hardware address of one of its interfaces.
+    ///
+    /// # Panics
+    /// When there is no such interface.
+    pub fn mac(&self, interface: &str) -> [u8; 6] {
+        let text = self.ip_output(&format!("-o link show dev {interface}"));
+        let address = text.split("link/ether ").nth(1).and_then(|rest| rest.get(..17));
+        let bytes = address.map(|address| {
+            address
+                .split(':')
+                .filter_map(|byte| u8::from_str_radix(byte, 16).ok())
+                .collect::<Vec<u8>>()
+        });
+        bytes
+            .and_then(|bytes| bytes.try_into().ok())
+            .unwrap_or_else(|| panic!("no hardware address in {text}"))
+    }
+
     /// Reads a file below /proc/net of it. The thread's own: /proc/net shows the namespace of the main thread.
     pub fn proc_net(&self, file: &str) -> io::Result<String> {
         self.run(|| fs::read_to_string(Path::new("/proc/thread-self/net").join(file)))

@@ -92,7 +92,9 @@ pub struct Pod {
     pub namespace: String,
     /// Kubernetes UID.
     pub uid: String,
-    /// Index, in the node's namespace, of the other end of its eth0.
+    /// Name, in the node's namespace, of the other end of its eth0.
+    pub veth: String,
+    /// Index of that.
     pub host_ifindex: u32,
 }
 
@@ -252,6 +254,7 @@ impl Node {
             name: name.to_owned(),
             namespace: "demo".to_owned(),
             uid: format!("{}-{name}-{number}", self.prefix),
+            veth,
             host_ifindex,
         })
     }
