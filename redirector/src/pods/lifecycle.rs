@@ -11,7 +11,7 @@ use std::{
 };
 
 use tokio::{
-    sync::{mpsc, watch},
+    sync::{Semaphore, mpsc, watch},
     task::{self, JoinError, JoinSet},
     time::{Instant, MissedTickBehavior, interval, interval_at, timeout_at},
 };
@@ -33,6 +33,10 @@ const RETRY_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Time that steps which are running get to end when the agent stops.
 const STOP_DEADLINE: Duration = Duration::from_secs(20);
+
+/// Looks at captured pods that run at one time. Each takes a thread for a millisecond or so; all pods' at once would take as
+/// many threads as there are pods.
+const CHECKS_AT_ONCE: usize = 4;
 
 /// Settings of the lifecycle.
 #[derive(Debug, Clone)]
@@ -62,6 +66,7 @@ pub struct Lifecycle<L: Launch> {
     snapshot: Snapshot,
     /// What is left of pods that are gone is to be looked for.
     sweep: Sweep,
+    checks: Arc<Semaphore>,
     status: watch::Sender<Status>,
     metrics: Metrics,
 }
@@ -148,6 +153,7 @@ impl<L: Launch> Lifecycle<L> {
             running: HashMap::new(),
             snapshot: Snapshot::Receiving(BTreeSet::new()),
             sweep: Sweep::Done,
+            checks: Arc::new(Semaphore::new(CHECKS_AT_ONCE)),
             status,
             metrics,
         };
@@ -162,18 +168,28 @@ impl<L: Launch> Lifecycle<L> {
         let mut check = interval_at(Instant::now() + every, every);
         check.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
+            let mut changed = true;
             tokio::select! {
                 () = stop.cancelled() => break,
                 event = events.recv() => match event {
                     Some(event) => self.event(event),
                     None => break,
                 },
-                Some(finished) = self.jobs.join_next_with_id() => self.finished(finished),
+                Some(finished) = self.jobs.join_next_with_id() => changed = self.finished(finished),
                 _ = retry.tick() => self.retry(),
-                _ = check.tick() => self.check(),
-                Ok(()) = self.config.rules.changed() => self.check(),
+                _ = check.tick() => {
+                    self.check();
+                    changed = false;
+                }
+                Ok(()) = self.config.rules.changed() => {
+                    self.check();
+                    changed = false;
+                }
             }
-            self.publish();
+            // Telling the whole table after each look at each pod would be the agent's main work.
+            if changed {
+                self.publish();
+            }
         }
         events.close();
         while let Ok(event) = events.try_recv() {
@@ -345,8 +361,12 @@ impl<L: Launch> Lifecycle<L> {
                 }
                 Request::Check(_) => {
                     let Some(pod) = entry.pod.take() else { continue };
-                    self.jobs
-                        .spawn(async move { Finished::Pod(Box::new(worker.check(pod).await)) })
+                    let checks = Arc::clone(&self.checks);
+                    self.jobs.spawn(async move {
+                        // Nobody closes it, so there is a permit in the end.
+                        let _permit = checks.acquire_owned().await;
+                        Finished::Pod(Box::new(worker.check(pod).await))
+                    })
                 }
                 Request::Delete(_) => {
                     let (old, uid) = (entry.pod.take(), uid.clone());
@@ -364,7 +384,8 @@ impl<L: Launch> Lifecycle<L> {
         }
     }
 
-    fn finished(&mut self, finished: Result<(task::Id, Finished<L::Proxy>), JoinError>) {
+    /// Takes what a job has left, and tells whether the status may be another one now.
+    fn finished(&mut self, finished: Result<(task::Id, Finished<L::Proxy>), JoinError>) -> bool {
         let (id, finished) = match finished {
             Ok((id, finished)) => (id, finished),
             // The steps catch their panics, so this is one between them. What it held is dropped: the proxy is gone.
@@ -381,22 +402,30 @@ impl<L: Launch> Lifecycle<L> {
         };
         let done = match (self.running.remove(&id), finished) {
             (Some(uid), Finished::Pod(done)) => (uid, done),
-            (_, Finished::Swept(known)) => return self.swept(known),
+            (_, Finished::Swept(known)) => {
+                self.swept(known);
+                return true;
+            }
             (None, Finished::Pod(_)) => {
-                return self.swept(Err(Error::Panicked {
+                self.swept(Err(Error::Panicked {
                     step: "list what is attached",
                 }));
+                return true;
             }
         };
         let (uid, done) = done;
         let Done { pod, result } = *done;
         let Some(entry) = self.table.get_mut(&uid) else {
-            return;
+            return true;
         };
         let Some(Job { request, reply }) = entry.job.take() else {
-            return;
+            return true;
         };
         entry.pod = pod;
+        let whole_as_before = matches!(request, Request::Check(_))
+            && result.is_ok()
+            && entry.fault.is_none()
+            && entry.queue.is_empty();
         match (request, &result) {
             (Request::Add(_), Ok(())) => {
                 self.metrics.started.inc();
@@ -448,6 +477,7 @@ impl<L: Launch> Lifecycle<L> {
         }
         answer(reply, result);
         self.settle(&uid);
+        !whole_as_before
     }
 
     fn retry(&mut self) {
@@ -473,7 +503,16 @@ impl<L: Launch> Lifecycle<L> {
             .table
             .iter()
             .filter(idle)
-            .filter_map(|(uid, entry)| Some((uid.clone(), entry.pod.as_ref()?.add.clone())))
+            .filter_map(|(uid, entry)| {
+                let pod = entry.pod.as_ref()?;
+                // What the status tells while the look has the pod.
+                let addresses = pod.network.addresses.clone();
+                let add = PodAdd {
+                    addresses,
+                    ..pod.add.clone()
+                };
+                Some((uid.clone(), add))
+            })
             .collect();
         for (uid, add) in captured {
             self.enqueue(uid, Request::Check(add), None);

@@ -31,6 +31,8 @@ struct World {
     faults: Mutex<BTreeSet<String>>,
     /// The `start` of this pod waits for a message.
     gate: Mutex<Option<(String, std::sync::mpsc::Receiver<()>)>>,
+    /// Pods that are being attached to, and the most that there were at one time.
+    attaching: Mutex<(usize, usize)>,
 }
 
 impl World {
@@ -73,7 +75,15 @@ impl Redirector for World {
     }
 
     fn attach(&self, pod: &PodNetwork, _: Listeners<'_>) -> Result<(), redirect::Error> {
-        self.step("attach", &pod.uid)?;
+        {
+            let (now, most) = &mut *self.attaching.lock().unwrap();
+            *now += 1;
+            *most = (*most).max(*now);
+        }
+        std::thread::yield_now();
+        let attached = self.step("attach", &pod.uid);
+        self.attaching.lock().unwrap().0 -= 1;
+        attached?;
         self.attached.lock().unwrap().insert(pod.uid.clone());
         Ok(())
     }
@@ -732,4 +742,29 @@ async fn a_captured_pod_is_looked_at_again_and_again() {
         log.ends_with(&["release a".into(), "stop 0s a".into(), "detach a".into()]),
         "{log:?}"
     );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn looks_at_many_pods_run_a_few_at_a_time_and_change_nothing() {
+    const PODS: u64 = 50;
+    let mut agent = Agent::begin(false, Duration::from_millis(10));
+    agent.snapshot_sent().await.unwrap();
+    // One after another, so that only looks come together.
+    for number in 0..PODS {
+        agent.add(pod(&format!("p{number}"), 2 + number)).await.unwrap();
+    }
+    let before = agent.status.borrow_and_update().clone();
+    agent.world.log();
+    agent.world.attaching.lock().unwrap().1 = 0;
+    let looks = async {
+        while agent.world.log.lock().unwrap().len() < PODS as usize * 4 {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(30), looks)
+        .await
+        .unwrap();
+    let most = agent.world.attaching.lock().unwrap().1;
+    assert!((1..=CHECKS_AT_ONCE).contains(&most), "{most} at one time");
+    assert_eq!(*agent.status.borrow(), before);
 }
