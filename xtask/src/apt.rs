@@ -33,6 +33,7 @@ pub(crate) const TESTS: &[Program] = &[
     ("iptables-nft-restore", "iptables"),
     ("nginx", "nginx-light"),
     ("openssl", "openssl"),
+    ("ethtool", "ethtool"),
     ("/usr/bin/python3", "python3"),
 ];
 
