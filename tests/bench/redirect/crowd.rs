@@ -68,6 +68,7 @@ fn pod(others: &Namespace, prefix: &str, number: u16) -> Result<Pod> {
         uid: format!("{prefix}-{name}"),
         name,
         namespace: "demo".to_owned(),
+        veth,
         // Nobody captures there.
         host_ifindex: 0,
     })
