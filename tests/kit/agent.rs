@@ -304,11 +304,6 @@ impl Agent {
         self.kill();
     }
 
-    /// Changes how the next one is started.
-    pub fn set_options(&mut self, options: Options) {
-        self.options = options;
-    }
-
     /// Runs `redirector uninstall` on its directories; returns how it ended, and what it printed.
     ///
     /// # Panics

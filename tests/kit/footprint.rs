@@ -131,10 +131,25 @@ fn tcx(ns: &Namespace, interface: &str, direction: TcAttachType) -> BTreeSet<Str
         .collect()
 }
 
+/// What the iptables programs make where it is not there, and leave: tables with the kernel's own chains, without a rule.
+const FRAME: [&str; 9] = [
+    "table ",
+    "chain PREROUTING",
+    "chain INPUT",
+    "chain FORWARD",
+    "chain OUTPUT",
+    "chain POSTROUTING",
+    "type ",
+    "# ",
+    "}",
+];
+
 fn nftables(ns: &Namespace) -> Result<BTreeSet<String>> {
     let output = ns.run(|| Command::new("nft").args(["list", "ruleset"]).output());
     match output {
-        Ok(output) => Ok(lines(&String::from_utf8_lossy(&output.stdout), |_| true)),
+        Ok(output) => Ok(lines(&String::from_utf8_lossy(&output.stdout), |line| {
+            !FRAME.iter().any(|frame| line.starts_with(frame))
+        })),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(BTreeSet::new()),
         Err(error) => Err(error).context("starting nft"),
     }
