@@ -64,7 +64,8 @@ static OURS: LazyLock<(BTreeSet<String>, BTreeSet<String>)> = LazyLock::new(|| {
 });
 
 impl Holdings {
-    /// Counts.
+    /// Counts. Not while an agent ends: the kernel (6.18) never frees a prog array that somebody opens by its number, as bpftool
+    /// does, just after its last user has closed it.
     pub fn of(agent: &Agent, node: &Node) -> Self {
         let (ours, maps_of_ours) = &*OURS;
         let own = agent.bpffs_dir();

@@ -11,7 +11,7 @@ use std::{
 };
 
 use tokio::{
-    sync::{Semaphore, mpsc, watch},
+    sync::{mpsc, watch},
     task::{self, JoinError, JoinSet},
     time::{Instant, MissedTickBehavior, interval, interval_at, timeout_at},
 };
@@ -66,7 +66,9 @@ pub struct Lifecycle<L: Launch> {
     snapshot: Snapshot,
     /// What is left of pods that are gone is to be looked for.
     sweep: Sweep,
-    checks: Arc<Semaphore>,
+    /// Pods that are still to be looked at in this round, and how many are being looked at.
+    due: VecDeque<PodUid>,
+    looking: usize,
     status: watch::Sender<Status>,
     metrics: Metrics,
 }
@@ -153,7 +155,8 @@ impl<L: Launch> Lifecycle<L> {
             running: HashMap::new(),
             snapshot: Snapshot::Receiving(BTreeSet::new()),
             sweep: Sweep::Done,
-            checks: Arc::new(Semaphore::new(CHECKS_AT_ONCE)),
+            due: VecDeque::new(),
+            looking: 0,
             status,
             metrics,
         };
@@ -361,12 +364,9 @@ impl<L: Launch> Lifecycle<L> {
                 }
                 Request::Check(_) => {
                     let Some(pod) = entry.pod.take() else { continue };
-                    let checks = Arc::clone(&self.checks);
-                    self.jobs.spawn(async move {
-                        // Nobody closes it, so there is a permit in the end.
-                        let _permit = checks.acquire_owned().await;
-                        Finished::Pod(Box::new(worker.check(pod).await))
-                    })
+                    self.looking += 1;
+                    self.jobs
+                        .spawn(async move { Finished::Pod(Box::new(worker.check(pod).await)) })
                 }
                 Request::Delete(_) => {
                     let (old, uid) = (entry.pod.take(), uid.clone());
@@ -422,10 +422,8 @@ impl<L: Launch> Lifecycle<L> {
             return true;
         };
         entry.pod = pod;
-        let whole_as_before = matches!(request, Request::Check(_))
-            && result.is_ok()
-            && entry.fault.is_none()
-            && entry.queue.is_empty();
+        let looked = matches!(request, Request::Check(_));
+        let whole_as_before = looked && result.is_ok() && entry.fault.is_none() && entry.queue.is_empty();
         match (request, &result) {
             (Request::Add(_), Ok(())) => {
                 self.metrics.started.inc();
@@ -477,6 +475,10 @@ impl<L: Launch> Lifecycle<L> {
         }
         answer(reply, result);
         self.settle(&uid);
+        if looked {
+            self.looking -= 1;
+            self.start_checks();
+        }
         !whole_as_before
     }
 
@@ -495,26 +497,30 @@ impl<L: Launch> Lifecycle<L> {
         }
     }
 
-    /// Looks at every captured pod with nothing to do: somebody may have removed our hooks or routes, or its interfaces or
-    /// addresses have changed.
+    /// Looks at every captured pod: somebody may have removed our hooks or routes, or its interfaces or addresses have changed.
+    /// Those that still wait for their look keep their place.
     fn check(&mut self) {
-        let idle = |(_, entry): &(&PodUid, &Entry<L::Proxy>)| entry.job.is_none() && entry.queue.is_empty();
-        let captured: Vec<_> = self
-            .table
-            .iter()
-            .filter(idle)
-            .filter_map(|(uid, entry)| {
-                let pod = entry.pod.as_ref()?;
-                // What the status tells while the look has the pod.
-                let addresses = pod.network.addresses.clone();
-                let add = PodAdd {
-                    addresses,
-                    ..pod.add.clone()
-                };
-                Some((uid.clone(), add))
-            })
-            .collect();
-        for (uid, add) in captured {
+        let due: BTreeSet<PodUid> = self.due.iter().cloned().collect();
+        let captured = self.table.iter().filter(|(_, entry)| entry.pod.is_some());
+        let new = captured.map(|(uid, _)| uid).filter(|uid| !due.contains(*uid));
+        self.due.extend(new.cloned());
+        self.start_checks();
+    }
+
+    /// Starts as many looks as may run. A pod that waits for its own holds up none of its events.
+    fn start_checks(&mut self) {
+        while self.looking < CHECKS_AT_ONCE {
+            let Some(uid) = self.due.pop_front() else { return };
+            let idle = |entry: &&Entry<L::Proxy>| entry.job.is_none() && entry.queue.is_empty();
+            let entry = self.table.get(&uid).filter(idle);
+            let Some(pod) = entry.and_then(|entry| entry.pod.as_ref()) else {
+                continue;
+            };
+            // What the status tells while the look has the pod.
+            let add = PodAdd {
+                addresses: pod.network.addresses.clone(),
+                ..pod.add.clone()
+            };
             self.enqueue(uid, Request::Check(add), None);
         }
     }
@@ -540,6 +546,7 @@ impl<L: Launch> Lifecycle<L> {
     }
 
     async fn shut_down(mut self) {
+        self.due.clear();
         for entry in self.table.values_mut() {
             entry.retry = None;
             for (_, reply) in entry.queue.drain(..) {

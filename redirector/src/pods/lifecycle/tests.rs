@@ -753,7 +753,15 @@ async fn looks_at_many_pods_run_a_few_at_a_time_and_change_nothing() {
     for number in 0..PODS {
         agent.add(pod(&format!("p{number}"), 2 + number)).await.unwrap();
     }
-    let before = agent.status.borrow_and_update().clone();
+    // The answer comes before the status.
+    let all = agent.status.wait_for(|status| {
+        status.pods.len() == PODS as usize && status.pods.iter().all(|pod| pod.state == State::Captured)
+    });
+    let before = tokio::time::timeout(Duration::from_secs(30), all)
+        .await
+        .unwrap()
+        .unwrap()
+        .clone();
     agent.world.log();
     agent.world.attaching.lock().unwrap().1 = 0;
     let looks = async {
