@@ -161,7 +161,7 @@ pub(super) const ROWS: &[Row] = &[
 ];
 
 fn in_the_pods_own_name(scene: &Scene) -> Answer {
-    frame_in(scene, &scene.server, scene.at(&scene.server, 40_404), None)
+    frame_in(scene, &scene.server, scene.at(&scene.server, 20_404), None)
 }
 
 /// Sends a SYN, in a frame, from the node's end of the server's veth, and waits in `listener` for the answer.

@@ -156,7 +156,7 @@ pub(super) const ROWS: &[Row] = &[
         what: "a SYN in two fragments, outside to pod",
         flow: |scene| {
             let (from, to) = (
-                scene.at(&scene.node.outside, 40_001),
+                scene.at(&scene.node.outside, 20_001),
                 scene.at(&scene.server, PORT),
             );
             let _app = scene.serve(&scene.server, PORT, app::who);
@@ -361,7 +361,7 @@ pub(super) const ROWS: &[Row] = &[
             frame_in(
                 scene,
                 &scene.node.outside,
-                scene.at(&scene.node.outside, 40_002),
+                scene.at(&scene.node.outside, 20_002),
                 None,
             )
         },
@@ -378,7 +378,7 @@ pub(super) const ROWS: &[Row] = &[
             frame_in(
                 scene,
                 &scene.node.outside,
-                scene.at(&scene.node.outside, 40_003),
+                scene.at(&scene.node.outside, 20_003),
                 Some(0),
             )
         },
@@ -395,7 +395,7 @@ pub(super) const ROWS: &[Row] = &[
             frame_in(
                 scene,
                 &scene.node.outside,
-                scene.at(&scene.node.outside, 40_004),
+                scene.at(&scene.node.outside, 20_004),
                 Some(7),
             )
         },
@@ -497,7 +497,7 @@ fn frame_out(scene: &Scene, vlan: Option<u16>) -> Answer {
 /// From a port of the client that no other row uses, to outside.
 fn ends_out(scene: &Scene) -> (SocketAddr, SocketAddr) {
     (
-        scene.at(&scene.client, 40_000),
+        scene.at(&scene.client, 20_000),
         scene.at(&scene.node.outside, PORT),
     )
 }

@@ -11,12 +11,7 @@ use std::{
     time::Duration,
 };
 
-use redirector_tests::{
-    app, counters,
-    mesh::PORT,
-    netns::Namespace,
-    node::{Family, Host},
-};
+use redirector_tests::{app, counters, mesh::PORT, netns::Namespace, node::Host};
 use socket2::{Domain, Protocol, Socket, Type};
 
 use super::BOTH;
@@ -361,31 +356,38 @@ fn at_once(scene: &Scene, from: &Host, to: &Host) -> Answer {
 }
 
 fn both_ends_open(scene: &Scene) -> Answer {
+    /// Neither the kernel nor the proxy gives these out.
+    const PORTS: [u16; 2] = [20_010, 20_011];
+    const DEADLINE: Duration = Duration::from_secs(5);
     let ends = [&*scene.client, &scene.node.outside];
-    let [here, there] = [41_000, 41_001];
-    let addrs = [scene.at(ends[0], here), scene.at(ends[1], there)];
-    let together = Barrier::new(2);
-    let talk = |at: usize| -> io::Result<usize> {
-        let domain = match scene.family {
-            Family::V4 => Domain::IPV4,
-            Family::V6 => Domain::IPV6,
-        };
+    let addrs = [0, 1].map(|at| scene.at(ends[at], PORTS[at]));
+    // Both are bound before one begins, so that nothing but the connections can fail while they wait for each other.
+    let sockets = [0, 1].map(|at| {
         let socket = ends[at]
             .ns
-            .run(|| Socket::new(domain, Type::STREAM, Some(Protocol::TCP)))?;
-        socket.set_reuse_address(true)?;
-        socket.set_read_timeout(Some(Duration::from_secs(5)))?;
-        socket.bind(&addrs[at].into())?;
+            .run(|| Socket::new(Domain::for_address(addrs[at]), Type::STREAM, Some(Protocol::TCP)));
+        let socket = socket.expect("there are sockets");
+        socket.set_reuse_address(true).expect("the socket is new");
+        socket
+            .set_read_timeout(Some(DEADLINE))
+            .expect("the time is valid");
+        socket.bind(&addrs[at].into()).expect("the port is free");
+        socket
+    });
+    let together = Barrier::new(2);
+    let talk = |socket: Socket, to: SocketAddr| -> io::Result<usize> {
         together.wait();
-        socket.connect_timeout(&addrs[1 - at].into(), Duration::from_secs(5))?;
+        socket.connect_timeout(&to.into(), DEADLINE)?;
         let mut stream = TcpStream::from(socket);
         stream.write_all(b"hello\n")?;
         stream.shutdown(Shutdown::Write)?;
         stream.read(&mut [0; 64])
     };
+    let [here, there] = sockets;
     let heard = thread::scope(|scope| {
         let talk = &talk;
-        let talkers = [0, 1].map(|at| scope.spawn(move || talk(at)));
+        let talkers = [(here, addrs[1]), (there, addrs[0])];
+        let talkers = talkers.map(|(socket, to)| scope.spawn(move || talk(socket, to)));
         talkers.map(|talker| talker.join().expect("a talker ends"))
     });
     match heard {
