@@ -73,8 +73,42 @@ impl TcpMeta {
     /// The first packet of a connection: SYN without ACK, RST or FIN.
     #[inline(always)]
     pub const fn is_initial_syn(&self) -> bool {
-        self.flags & (TCP_SYN | TCP_ACK | TCP_RST | TCP_FIN) == TCP_SYN
+        is_initial_syn(self.flags)
     }
+}
+
+#[inline(always)]
+const fn is_initial_syn(flags: u8) -> bool {
+    flags & (TCP_SYN | TCP_ACK | TCP_RST | TCP_FIN) == TCP_SYN
+}
+
+/// Bytes of a frame of TCP over IPv4 without options of IP's, to the end of TCP's fixed header.
+pub const PLAIN_V4: usize = 54;
+/// Bytes of a frame of TCP over IPv6 without extension headers, to the end of TCP's fixed header.
+pub const PLAIN_V6: usize = 74;
+
+/// Whether a frame is, at a glance, a whole TCP packet over IPv4 that opens no connection. What it says no to, [`parse`] tells.
+#[inline(always)]
+pub const fn is_plain_later_v4(frame: &[u8; PLAIN_V4]) -> bool {
+    let total_length = u16::from_be_bytes([frame[16], frame[17]]);
+    u16::from_be_bytes([frame[12], frame[13]]) == ETH_P_IP
+        // Version 4, and a header of five words.
+        && frame[14] == 0x45
+        && (total_length == 0 || total_length as usize >= PLAIN_V4 - ETH_HLEN as usize)
+        // Neither an offset nor more fragments.
+        && u16::from_be_bytes([frame[20], frame[21]]) & 0x3fff == 0
+        && frame[23] == IPPROTO_TCP
+        && !is_initial_syn(frame[47])
+}
+
+/// The same over IPv6.
+#[inline(always)]
+pub const fn is_plain_later_v6(frame: &[u8; PLAIN_V6]) -> bool {
+    let payload_length = u16::from_be_bytes([frame[18], frame[19]]) as u32;
+    u16::from_be_bytes([frame[12], frame[13]]) == ETH_P_IPV6
+        && (payload_length == 0 || payload_length >= TCP_HLEN)
+        && frame[20] == IPPROTO_TCP
+        && !is_initial_syn(frame[67])
 }
 
 /// What a packet is.

@@ -3,7 +3,7 @@
 use core::mem::MaybeUninit;
 
 use aya_ebpf::{EbpfContext as _, helpers::bpf_skb_load_bytes, programs::TcContext};
-use redirector_common::packet::Bytes;
+use redirector_common::packet::{self, Bytes, PLAIN_V4, PLAIN_V6};
 
 /// A packet as [`Bytes`]. `bpf_skb_load_bytes` reads the paged part of a packet too, and needs no bounds that the verifier of
 /// an old kernel could lose sight of.
@@ -15,6 +15,25 @@ impl Skb<'_> {
     pub(crate) fn mark(&self) -> u32 {
         // SAFETY: the kernel passes a valid context.
         unsafe { (*self.0.skb.skb).mark }
+    }
+}
+
+impl Skb<'_> {
+    /// Whether the packet is, at a glance, TCP that opens no connection: nearly every one is. Read where it lies, for as much of it
+    /// as lies in one piece.
+    #[inline(always)]
+    pub(crate) fn is_plain_later(&self) -> bool {
+        let (start, end) = (self.0.data(), self.0.data_end());
+        // SAFETY: within the bounds that the kernel gives; bytes have no alignment.
+        unsafe {
+            if start + PLAIN_V4 > end {
+                return false;
+            }
+            if packet::is_plain_later_v4(&*(start as *const [u8; PLAIN_V4])) {
+                return true;
+            }
+            start + PLAIN_V6 <= end && packet::is_plain_later_v6(&*(start as *const [u8; PLAIN_V6]))
+        }
     }
 }
 

@@ -10,10 +10,11 @@ use aya_ebpf::{
 use redirector_common::{
     maps::{Decider, FLAG_OBSERVE},
     net::Addr,
-    verdict::{self, Choice, Egress, Lookup},
+    verdict::{self, Choice, Counter, Egress, Lookup},
 };
 
 use crate::{
+    packet::Skb,
     pod::{DECIDERS, Pod},
     stats::count,
     steer::{self, DROP, NEXT},
@@ -46,10 +47,14 @@ pub fn redir_egress(ctx: TcContext) -> i32 {
 /// What arrives at the pod's interface.
 #[classifier]
 pub fn redir_ingress(ctx: TcContext) -> i32 {
-    match Pod::own() {
-        Some(pod) => hand_on(&ctx, pod, Decider::Ingress),
-        None => DROP,
+    let Some(pod) = Pod::own() else {
+        return DROP;
+    };
+    if Skb(&ctx).is_plain_later() {
+        count(pod.slot, Counter::IngressOther);
+        return NEXT;
     }
+    hand_on(&ctx, pod, Decider::Ingress)
 }
 
 #[inline(always)]

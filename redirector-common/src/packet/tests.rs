@@ -233,3 +233,35 @@ proptest! {
         prop_assert!(part == whole || part == Parsed::Malformed);
     }
 }
+
+proptest! {
+    /// Frames that are nearly plain TCP: what a glance takes for a later packet is one.
+    #[test]
+    fn a_glance_sees_what_the_parser_sees(
+        v6 in any::<bool>(),
+        flags in any::<u8>(),
+        changes in prop::collection::vec((12..74_usize, prop_oneof![any::<u8>(), Just(0), Just(6), Just(0x45)]), 0..3),
+    ) {
+        let mut frame = [0; PLAIN_V6];
+        if v6 {
+            frame[12..15].copy_from_slice(&[0x86, 0xdd, 0x60]);
+            frame[18..21].copy_from_slice(&[0, 20, IPPROTO_TCP]);
+            frame[67] = flags;
+        } else {
+            frame[12..18].copy_from_slice(&[0x08, 0x00, 0x45, 0, 0, 40]);
+            frame[23] = IPPROTO_TCP;
+            frame[47] = flags;
+        }
+        let unchanged = changes.is_empty();
+        for (at, byte) in changes {
+            frame[at] = byte;
+        }
+        let first: &[u8; PLAIN_V4] = frame[..PLAIN_V4].try_into().unwrap();
+        let glance = is_plain_later_v4(first) || is_plain_later_v6(&frame);
+        let later = matches!(parse(frame.as_slice()), Parsed::Tcp(tcp) if !tcp.is_initial_syn());
+        prop_assert!(!glance || later);
+        if unchanged {
+            prop_assert_eq!(glance, later);
+        }
+    }
+}
