@@ -4,6 +4,7 @@
 //! - [`net`]: addresses as the programs hold them
 //! - [`maps`]: key and value of every map
 //! - [`rules`]: include and exclude rules
+//! - [`probes`]: the node's own probes
 //! - [`packet`]: headers to [`packet::TcpMeta`]
 //! - [`verdict`]: what becomes of a packet or of a new connection
 //!
@@ -14,5 +15,6 @@ pub mod consts;
 pub mod maps;
 pub mod net;
 pub mod packet;
+pub mod probes;
 pub mod rules;
 pub mod verdict;

@@ -10,6 +10,8 @@
 //! | `LISTENERS` | sockmap            | build  | [`listener_index`]                               | socket              |
 //! | `COUNTERS`  | per-CPU array      | build  | [`counter_index`]                                | packets (u64)       |
 //! | `DECIDERS`  | program array      | build  | [`Decider`]                                      | program             |
+//! | `PROBERS`   | hash               | build  | id of a cgroup, or [`crate::probes::ANY_OF_NODE`] | 1 (u32)            |
+//! | `HINTS`     | LRU hash           | build  | [`crate::probes::Ends`]                          | when left, in ns (u64) |
 //! | `TAGS`      | socket storage     | node   | socket                                           | [`Tag`] (u32)       |
 
 use bytemuck::{Pod, Zeroable};
@@ -28,6 +30,10 @@ pub const LISTENERS: &str = "LISTENERS";
 pub const COUNTERS: &str = "COUNTERS";
 /// Name of the array of the programs that decide, which the pods' own programs go on to.
 pub const DECIDERS: &str = "DECIDERS";
+/// Name of the set of cgroups that probe.
+pub const PROBERS: &str = "PROBERS";
+/// Name of the hints that ingress leaves for the socket lookup.
+pub const HINTS: &str = "HINTS";
 /// Name of the socket tags.
 pub const TAGS: &str = "TAGS";
 /// Name of the constant in a pod's own programs.
@@ -41,6 +47,11 @@ pub const MAX_ADDRESSES: usize = 64;
 pub const MAX_ALL_ADDRESSES: usize = 16 * MAX_PODS;
 /// Most entries in the rules of all pods. Memory is taken as they come.
 pub const MAX_ALL_RULES: usize = 256 * MAX_PODS;
+/// Most cgroups whose processes may probe.
+pub const MAX_PROBERS: usize = 16;
+/// Most hints. One is needed for some microseconds; a full map forgets the oldest, whose probe is then captured. Each CPU keeps a
+/// hundred free places for itself.
+pub const MAX_HINTS: usize = 8192;
 
 /// An address of a pod.
 #[repr(C)]
@@ -121,8 +132,8 @@ pub struct PodEntry {
     pub rules: u32,
     /// The sysctls that enrolment changed, a bit each, to be put back; for the agent only.
     pub changed_sysctls: u32,
-    /// Zero.
-    pub zero: u32,
+    /// The id of the node's namespace in the pod's, plus 1 (ip-netns(8), "nsid"); 0 if nobody's connections are probes.
+    pub node_nsid: u32,
 }
 
 const _: () = assert!(size_of::<PodEntry>() == 24);
@@ -150,6 +161,12 @@ impl PodEntry {
     #[inline(always)]
     pub const fn has(&self, flag: u32) -> bool {
         self.flags & flag == flag
+    }
+
+    /// Whether some connections to the pod are left alone as probes.
+    #[inline(always)]
+    pub const fn is_probed(&self) -> bool {
+        self.node_nsid != 0
     }
 }
 

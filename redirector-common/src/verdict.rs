@@ -56,6 +56,10 @@ pub enum Counter {
     EgressExcluded = 20,
     /// Lookup: an inbound connection that the pod's rules leave alone.
     LookupExcluded = 21,
+    /// Ingress: a new connection that is a probe of the node's.
+    IngressProbe = 22,
+    /// Lookup: a probe of the node's.
+    LookupProbe = 23,
 }
 
 /// The three programs, as a counter's label.
@@ -82,7 +86,7 @@ impl Program {
 
 impl Counter {
     /// All counters, in the order of the map.
-    pub const ALL: [Self; 22] = [
+    pub const ALL: [Self; 24] = [
         Self::EgressCaptured,
         Self::EgressTurnedBack,
         Self::EgressProxy,
@@ -105,6 +109,8 @@ impl Counter {
         Self::IngressCollided,
         Self::EgressExcluded,
         Self::LookupExcluded,
+        Self::IngressProbe,
+        Self::LookupProbe,
     ];
 
     /// Which program counts it, and under what name.
@@ -132,6 +138,8 @@ impl Counter {
             Self::LookupRefused => (Program::Lookup, "refused"),
             Self::EgressExcluded => (Program::Egress, "excluded"),
             Self::LookupExcluded => (Program::Lookup, "excluded"),
+            Self::IngressProbe => (Program::Ingress, "probe"),
+            Self::LookupProbe => (Program::Lookup, "probe"),
         }
     }
 }
@@ -262,6 +270,10 @@ pub enum Ingress {
     /// It is a new connection from the range that the proxy dials from: if one of the proxy's dials has the same ends, the
     /// kernel would take this SYN for a stray of that one, and answer where nobody listens.
     AskSocketTable,
+    /// It is a new connection that may be a probe of the node's.
+    AskOrigin,
+    /// It is a probe of the node's: the lookup is to leave it alone.
+    Probe,
 }
 
 /// Whether an inbound connection is left alone, by the pod's rules or altogether.
@@ -294,22 +306,40 @@ pub fn ingress<P: Addresses + Rules + ?Sized>(parsed: &Parsed, pod: &PodEntry, k
     if tcp.destination.is_v6_link_local() || tcp.source.is_v6_link_local() {
         return Ingress::Refuse(Counter::IngressRefused);
     }
-    if is_dial_port(tcp.source_port) && !hbone && known.owns(&tcp.destination) {
+    if hbone || !known.owns(&tcp.destination) {
+        return Ingress::Pass(Counter::IngressNew);
+    }
+    if is_dial_port(tcp.source_port) {
         return Ingress::AskSocketTable;
+    }
+    if pod.is_probed() {
+        return Ingress::AskOrigin;
     }
     Ingress::Pass(Counter::IngressNew)
 }
 
-/// Ingress, last step, for a connection from the dial range: whether the application has a connection, by the proxy's dial, with
-/// these ends.
+/// Ingress, a further step, for a connection from the dial range: whether the application has a connection, by the proxy's dial,
+/// with these ends.
 #[inline(always)]
-pub const fn ingress_by_socket_table(dialled: bool, pod: &PodEntry) -> Ingress {
+pub const fn ingress_by_socket_table(dialled: bool, source_port: u16, pod: &PodEntry) -> Ingress {
     if dialled {
         Ingress::Refuse(Counter::IngressCollided)
-    } else if pod.has(FLAG_LOOKUP_HAS_IFINDEX) {
-        Ingress::Pass(Counter::IngressNew)
+    } else if pod.is_probed() {
+        Ingress::AskOrigin
     } else {
+        ingress_by_origin(false, source_port, pod)
+    }
+}
+
+/// Ingress, last step, for a connection that may be a probe: whether it is one.
+#[inline(always)]
+pub const fn ingress_by_origin(probe: bool, source_port: u16, pod: &PodEntry) -> Ingress {
+    if probe {
+        Ingress::Probe
+    } else if is_dial_port(source_port) && !pod.has(FLAG_LOOKUP_HAS_IFINDEX) {
         Ingress::AssignInbound
+    } else {
+        Ingress::Pass(Counter::IngressNew)
     }
 }
 
@@ -337,9 +367,19 @@ pub enum Choice {
     Pass(Counter),
 }
 
+/// What ingress has left for the lookup: a map in the programs, a list in tests.
+pub trait Hints {
+    /// Whether the last SYN of this connection was a probe's.
+    fn is_probe(&self, connection: &Lookup) -> bool;
+}
+
 /// SK_LOOKUP: the listener of a new TCP connection.
 #[inline(always)]
-pub fn lookup<P: Addresses + Rules + ?Sized>(connection: &Lookup, pod: &PodEntry, known: &P) -> Choice {
+pub fn lookup<P: Addresses + Rules + Hints + ?Sized>(
+    connection: &Lookup,
+    pod: &PodEntry,
+    known: &P,
+) -> Choice {
     let Lookup {
         local,
         remote,
@@ -371,6 +411,9 @@ pub fn lookup<P: Addresses + Rules + ?Sized>(connection: &Lookup, pod: &PodEntry
     }
     if known.owns(remote) {
         return Choice::Pass(Counter::LookupOther);
+    }
+    if pod.is_probed() && known.is_probe(connection) {
+        return Choice::Pass(Counter::LookupProbe);
     }
     if !pod.has(FLAG_LOOKUP_HAS_IFINDEX) && is_dial_port(*remote_port) {
         // From outside, ingress has given it to 15006 already, and this program is not asked.

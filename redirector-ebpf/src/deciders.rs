@@ -13,6 +13,7 @@ use redirector_common::{
 use crate::{
     packet::Skb,
     pod::Pod,
+    probes,
     stats::count,
     steer::{self, DROP, NEXT},
     tags,
@@ -122,13 +123,20 @@ pub fn redir_in_decide(ctx: TcContext) -> i32 {
     let parsed = packet::parse(&skb);
     let observe = pod.entry.has(FLAG_OBSERVE);
     // By reference, as in `untagged`.
-    let verdict = match (verdict::ingress(&parsed, pod.entry, &pod), &parsed) {
-        (Ingress::AskSocketTable, Parsed::Tcp(tcp)) => {
-            verdict::ingress_by_socket_table(steer::dialled_just_now(&ctx, tcp), pod.entry)
-        }
-        (verdict, _) => verdict,
-    };
+    let mut verdict = verdict::ingress(&parsed, pod.entry, &pod);
+    if let (Ingress::AskSocketTable, Parsed::Tcp(tcp)) = (verdict, &parsed) {
+        let dialled = steer::dialled_just_now(&ctx, tcp);
+        verdict = verdict::ingress_by_socket_table(dialled, tcp.source_port, pod.entry);
+    }
+    if let (Ingress::AskOrigin, Parsed::Tcp(tcp)) = (verdict, &parsed) {
+        let probe = probes::settle(&ctx, tcp, pod);
+        verdict = verdict::ingress_by_origin(probe, tcp.source_port, pod.entry);
+    }
     match verdict {
+        Ingress::Probe => {
+            count(pod.slot, Counter::IngressProbe);
+            NEXT
+        }
         Ingress::Pass(counter) => {
             count(pod.slot, counter);
             NEXT
@@ -141,8 +149,8 @@ pub fn redir_in_decide(ctx: TcContext) -> i32 {
             count(pod.slot, counter);
             if observe { NEXT } else { steer::refuse(&ctx) }
         }
-        // `ingress_by_socket_table` has answered it.
-        Ingress::AskSocketTable => NEXT,
+        // Answered above.
+        Ingress::AskSocketTable | Ingress::AskOrigin => NEXT,
         Ingress::AssignInbound if observe => {
             count(pod.slot, Counter::IngressAssigned);
             NEXT

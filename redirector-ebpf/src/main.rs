@@ -4,6 +4,7 @@
 //! - `deciders`: those that all pods share
 //! - `pod`: the maps, and what they hold for a pod
 //! - `packet`: header bytes out of a `__sk_buff`
+//! - `probes`: where a new connection comes from
 //! - `steer`: the only place that turns packets back, refuses, assigns or drops
 //! - `tags`: what a socket is known to be
 //! - `stats`: packet counters
@@ -17,6 +18,8 @@ mod deciders;
 mod packet;
 #[cfg(target_arch = "bpf")]
 mod pod;
+#[cfg(target_arch = "bpf")]
+mod probes;
 #[cfg(target_arch = "bpf")]
 mod programs;
 #[cfg(target_arch = "bpf")]

@@ -5,8 +5,8 @@ use core::mem::size_of;
 use aya_ebpf::{
     EbpfContext as _,
     bindings::{
-        BPF_F_CURRENT_NETNS, BPF_F_INGRESS, BPF_TCP_LISTEN, TC_ACT_SHOT, TC_ACT_UNSPEC, bpf_sock,
-        bpf_sock_tuple, bpf_sock_tuple__bindgen_ty_1__bindgen_ty_1,
+        BPF_F_CURRENT_NETNS, BPF_F_INGRESS, BPF_TCP_LISTEN, BPF_TCP_SYN_SENT, TC_ACT_SHOT, TC_ACT_UNSPEC,
+        bpf_sock, bpf_sock_tuple, bpf_sock_tuple__bindgen_ty_1__bindgen_ty_1,
         bpf_sock_tuple__bindgen_ty_1__bindgen_ty_2,
         sk_action::{SK_DROP, SK_PASS},
     },
@@ -128,30 +128,58 @@ pub(crate) fn dialled_just_now(ctx: &TcContext, tcp: &TcpMeta) -> bool {
 /// Asks something of the socket in this namespace that would receive the packet; false if there is none.
 #[inline(always)]
 fn with_destination_socket(ctx: &TcContext, tcp: &TcpMeta, f: impl FnOnce(*mut bpf_sock) -> bool) -> bool {
+    let from = (&tcp.source, tcp.source_port);
+    let to = (&tcp.destination, tcp.destination_port);
+    with_socket(ctx, BPF_F_CURRENT_NETNS as u64, tcp.v4, from, to, f)
+}
+
+/// Whether a socket of the namespace with this id is opening the packet's connection: has sent this SYN.
+#[inline(always)]
+pub(crate) fn is_opened_in(ctx: &TcContext, tcp: &TcpMeta, nsid: u64) -> bool {
+    // The answer would go the other way.
+    let from = (&tcp.destination, tcp.destination_port);
+    let to = (&tcp.source, tcp.source_port);
+    with_socket(ctx, nsid, tcp.v4, from, to, |sk| {
+        // SAFETY: the socket is held for the call.
+        unsafe { (*sk).state == BPF_TCP_SYN_SENT }
+    })
+}
+
+/// Asks something of the socket in a namespace that would receive a packet with these ends; false if there is none.
+#[inline(always)]
+fn with_socket(
+    ctx: &TcContext,
+    netns: u64,
+    v4: bool,
+    from: (&Addr, u16),
+    to: (&Addr, u16),
+    f: impl FnOnce(*mut bpf_sock) -> bool,
+) -> bool {
+    let ((source, source_port), (destination, destination_port)) = (from, to);
+    let (sport, dport) = (source_port.to_be(), destination_port.to_be());
     let mut tuple = core::mem::MaybeUninit::<bpf_sock_tuple>::zeroed();
     // SAFETY: an all-zero tuple is valid, the lengths are those of its two variants (constants, as the verifier asks), and a
     // socket that is found is released once and not used after.
     unsafe {
         let tuple = tuple.as_mut_ptr();
-        let sk = if tcp.v4 {
+        let sk = if v4 {
             (*tuple).__bindgen_anon_1.ipv4 = bpf_sock_tuple__bindgen_ty_1__bindgen_ty_1 {
-                saddr: tcp.source.0[3],
-                daddr: tcp.destination.0[3],
-                sport: tcp.source_port.to_be(),
-                dport: tcp.destination_port.to_be(),
+                saddr: source.0[3],
+                daddr: destination.0[3],
+                sport,
+                dport,
             };
             let length = size_of::<bpf_sock_tuple__bindgen_ty_1__bindgen_ty_1>() as u32;
-            bpf_skc_lookup_tcp(ctx.as_ptr(), tuple, length, BPF_F_CURRENT_NETNS as u64, 0)
+            bpf_skc_lookup_tcp(ctx.as_ptr(), tuple, length, netns, 0)
         } else {
-            let (Addr(saddr), Addr(daddr)) = (tcp.source, tcp.destination);
             (*tuple).__bindgen_anon_1.ipv6 = bpf_sock_tuple__bindgen_ty_1__bindgen_ty_2 {
-                saddr,
-                daddr,
-                sport: tcp.source_port.to_be(),
-                dport: tcp.destination_port.to_be(),
+                saddr: source.0,
+                daddr: destination.0,
+                sport,
+                dport,
             };
             let length = size_of::<bpf_sock_tuple__bindgen_ty_1__bindgen_ty_2>() as u32;
-            bpf_skc_lookup_tcp(ctx.as_ptr(), tuple, length, BPF_F_CURRENT_NETNS as u64, 0)
+            bpf_skc_lookup_tcp(ctx.as_ptr(), tuple, length, netns, 0)
         };
         if sk.is_null() {
             return false;

@@ -47,7 +47,7 @@ use crate::{
         status, zds,
     },
     proxy::{self, Shared},
-    redirect::{self, Redirector, ebpf, iptables, moved::Moved, none::NoRedirect},
+    redirect::{self, Redirector, ebpf, iptables, moved::Moved, none::NoRedirect, probers::View},
     sys::{
         lock::{DirectoryLock, LockError},
         process, socket,
@@ -184,6 +184,10 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
         locked => Some(locked?),
     };
 
+    let (probers_sender, probers) = watch::channel(None);
+    // Before the first pod, so that none has to do without its probes.
+    look_for_probers(&redirector, &probers_sender).await;
+
     let mut registry = metrics::registry();
     redirect::metrics::register(&mut registry, Arc::clone(&redirector));
     let shared = Arc::new(Shared {
@@ -208,11 +212,17 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
         rules: start_rules(&config, &mut tasks, &serving)?,
     };
     let backend = redirector.name();
+    tasks.spawn(follow_probers(
+        Arc::clone(&redirector),
+        probers_sender,
+        serving.clone(),
+    ));
     let (lifecycle, pods) = Lifecycle::new(launch, redirector, records.clone(), settings, pod_metrics);
 
     let (quit, stopping) = (CancellationToken::new(), CancellationToken::new());
     let admin = Arc::new(Admin {
         pods,
+        probers,
         mesh: mesh.clone(),
         registry,
         logs,
@@ -280,6 +290,7 @@ fn build_redirector(config: &Config) -> Result<Arc<dyn Redirector>, Error> {
                 bpffs_dir: config.bpffs_dir.clone(),
                 force_clsact: config.force_clsact,
                 force_source_port: config.force_source_port,
+                probes: config.probe_sources.clone(),
             })?),
             Redirect::Iptables => Box::new(iptables::Iptables::open(&config.iptables())?),
         };
@@ -351,6 +362,41 @@ async fn release_memory(stop: CancellationToken) {
     while timeout(INTERVAL, stop.cancelled()).await.is_err() {
         // It holds up whoever allocates at that moment, for some milliseconds per gigabyte.
         let _ = tokio::task::spawn_blocking(process::release_memory).await;
+    }
+}
+
+/// Looks who probes the pods, and says so when that has changed.
+async fn look_for_probers(redirector: &Arc<dyn Redirector>, view: &watch::Sender<Option<View>>) {
+    let looking = Arc::clone(redirector);
+    let found = match tokio::task::spawn_blocking(move || looking.look_for_probers()).await {
+        Ok(Ok(found)) => found,
+        Ok(Err(error)) => return error!(error = %Chain(&error), "cannot look for the node's probers"),
+        Err(error) => return error!(%error, "the look for the node's probers ended early"),
+    };
+    view.send_if_modified(|told| {
+        let changed = *told != found;
+        if changed && let Some(found) = &found {
+            let (rule, cgroups) = (found.rule, &found.cgroups);
+            let reason = found.reason.as_str();
+            if found.as_asked {
+                info!(?rule, ?cgroups, reason, "probes of the node's");
+            } else {
+                warn!(?rule, ?cgroups, reason, "probes of the node's");
+            }
+        }
+        *told = found;
+        changed
+    });
+}
+
+/// Looks again every few seconds: a kubelet that is restarted may have another cgroup.
+async fn follow_probers(
+    redirector: Arc<dyn Redirector>,
+    view: watch::Sender<Option<View>>,
+    stop: CancellationToken,
+) {
+    while timeout(CHECK_INTERVAL, stop.cancelled()).await.is_err() {
+        look_for_probers(&redirector, &view).await;
     }
 }
 

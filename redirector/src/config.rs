@@ -11,7 +11,13 @@ use std::{
 
 use serde::Serialize;
 
-use crate::{mesh::spiffe::SpiffeId, proxy, redirect::iptables, sys::socket::Keepalive, telemetry::logs};
+use crate::{
+    mesh::spiffe::SpiffeId,
+    proxy,
+    redirect::{iptables, probers::Sources},
+    sys::socket::Keepalive,
+    telemetry::logs,
+};
 
 pub mod settings;
 pub mod values;
@@ -33,6 +39,8 @@ pub struct Config {
     pub force_clsact: bool,
     /// Tell the proxy's dials to applications by source port even where the kernel tells their device.
     pub force_source_port: bool,
+    /// Whose connections from this node are left alone.
+    pub probe_sources: Sources,
     /// Where programs and maps are pinned.
     pub bpffs_dir: PathBuf,
     /// Where records of pods are.
@@ -233,6 +241,7 @@ impl Config {
             iptables_backend: s.iptables_backend.unwrap_or_default(),
             force_clsact: s.force_clsact.unwrap_or(false),
             force_source_port: s.force_source_port.unwrap_or(false),
+            probe_sources: s.probe_sources.unwrap_or(Sources::Auto),
             bpffs_dir: s.bpffs_dir.unwrap_or_else(|| "/sys/fs/bpf/redirector".into()),
             pods: s.inpod_uds.map_or(PodSource::Cni(cni_socket), PodSource::Zds),
             rules: s.rules,

@@ -9,6 +9,8 @@ use crate::{
     rules::{EXCLUDED, Match, Subject, bits},
 };
 
+mod probes;
+
 /// Port 9 is left alone, if the pod's entry says that there are rules.
 impl Rules for [Addr] {
     fn port(&self, _: Subject, port: u16) -> Match {
@@ -17,6 +19,13 @@ impl Rules for [Addr] {
 
     fn address(&self, _: Subject, _: &Addr) -> Match {
         0
+    }
+}
+
+/// Port 7 is probed, from wherever.
+impl Hints for [Addr] {
+    fn is_probe(&self, connection: &Lookup) -> bool {
+        connection.local_port == 7
     }
 }
 
@@ -352,19 +361,32 @@ fn ingress_table() {
 #[test]
 fn a_connection_from_the_dial_range_is_taken_or_refused_by_the_socket_table() {
     let device = pod(FLAG_LOOKUP_HAS_IFINDEX);
+    for entry in [&device, &pod(0), &probed(0)] {
+        assert_eq!(
+            ingress_by_socket_table(true, 61_000, entry),
+            Ingress::Refuse(Counter::IngressCollided)
+        );
+    }
     assert_eq!(
-        ingress_by_socket_table(true, &device),
-        Ingress::Refuse(Counter::IngressCollided)
-    );
-    assert_eq!(
-        ingress_by_socket_table(true, &pod(0)),
-        Ingress::Refuse(Counter::IngressCollided)
-    );
-    assert_eq!(
-        ingress_by_socket_table(false, &device),
+        ingress_by_socket_table(false, 61_000, &device),
         Ingress::Pass(Counter::IngressNew)
     );
-    assert_eq!(ingress_by_socket_table(false, &pod(0)), Ingress::AssignInbound);
+    assert_eq!(
+        ingress_by_socket_table(false, 61_000, &pod(0)),
+        Ingress::AssignInbound
+    );
+    assert_eq!(
+        ingress_by_socket_table(false, 61_000, &probed(0)),
+        Ingress::AskOrigin
+    );
+}
+
+/// The entry of a pod for which somebody's connections are probes.
+fn probed(flags: u32) -> PodEntry {
+    PodEntry {
+        node_nsid: 1,
+        ..pod(flags)
+    }
 }
 
 fn connection(local: &str, local_port: u16, remote: &str, remote_port: u16, by_lo: bool) -> Lookup {
@@ -531,7 +553,7 @@ proptest! {
     /// proxy's own dial, which outsiders can't make: it comes by lo, or (old kernels) ingress has taken its port range away.
     #[test]
     fn nobody_outside_reaches_an_application_past_the_proxy(
-        local in any_address(), remote in any_address(), local_port: u16, remote_port: u16, device: bool
+        local in any_address(), remote in any_address(), local_port: u16, remote_port: u16, device: bool, probed: bool
     ) {
         let own = own();
         let flags = if device { FLAG_LOOKUP_HAS_IFINDEX } else { 0 };
@@ -544,16 +566,21 @@ proptest! {
         prop_assume!(!local.is_loopback() && !remote.is_loopback());
         // A land attack on an address that the pod got later is the kernel's to drop.
         prop_assume!(local.0 != remote.0 || own.contains(&local));
-        let asked = match ingress(&packet, &pod(flags), own.as_slice()) {
-            Ingress::AskSocketTable => ingress_by_socket_table(false, &pod(flags)),
-            other => other,
-        };
+        prop_assume!(local_port != 7);
+        let entry = if probed { super::tests::probed(flags) } else { pod(flags) };
+        let mut asked = ingress(&packet, &entry, own.as_slice());
+        if asked == Ingress::AskSocketTable {
+            asked = ingress_by_socket_table(false, remote_port, &entry);
+        }
+        if asked == Ingress::AskOrigin {
+            asked = ingress_by_origin(false, remote_port, &entry);
+        }
         match asked {
-            Ingress::AskSocketTable => prop_assert!(false, "asked twice"),
+            Ingress::AskSocketTable | Ingress::AskOrigin | Ingress::Probe => prop_assert!(false, "{asked:?}"),
             Ingress::Drop(_) | Ingress::Refuse(_) | Ingress::AssignInbound => {}
             Ingress::Pass(_) => {
                 let connection = Lookup { local, remote, local_port, remote_port, by_lo: false };
-                let choice = lookup(&connection, &pod(flags), own.as_slice());
+                let choice = lookup(&connection, &entry, own.as_slice());
                 prop_assert!(matches!(choice, Choice::Assign(..)), "{choice:?}");
             }
         }

@@ -15,6 +15,7 @@ use tokio_util::sync::CancellationToken;
 use crate::{
     mesh::index::Mesh,
     pods::status::{State, Status},
+    redirect::probers::View,
     serve::{Answer, Limits, Listener, method_not_allowed, serve, text},
     telemetry::{Chain, logs, metrics},
 };
@@ -33,6 +34,8 @@ const LIMITS: Limits = Limits {
 pub struct Admin {
     /// The pods.
     pub pods: watch::Receiver<Status>,
+    /// Who probes the pods from this node; nothing for a backend that can't tell.
+    pub probers: watch::Receiver<Option<View>>,
     /// The mesh.
     pub mesh: watch::Receiver<Arc<Mesh>>,
     /// The metrics.
@@ -59,6 +62,8 @@ pub struct PodsView {
     pub pending: Vec<String>,
     /// Name of the backend.
     pub backend: String,
+    /// Whose connections from this node reach the pods directly; absent if the backend can't tell.
+    pub probes: Option<View>,
     /// The pods.
     #[serde(flatten)]
     pub status: Status,
@@ -149,6 +154,7 @@ impl Admin {
             ready: pending.is_empty(),
             pending,
             backend: self.backend.to_owned(),
+            probes: self.probers.borrow().clone(),
             status,
         }
     }
@@ -228,6 +234,12 @@ pub fn render(address: SocketAddr, view: &PodsView, metrics: &str) -> String {
         view.backend,
         view.status.pods.len()
     );
+    if let Some(probes) = &view.probes {
+        let _ = writeln!(
+            out,
+            "connections from this node that reach the pods directly: {probes}"
+        );
+    }
     for pod in &view.status.pods {
         let state = match pod.state {
             State::Starting => "starting",

@@ -1,7 +1,7 @@
 use http_body_util::BodyExt;
 
 use super::*;
-use crate::pods::status::PodStatus;
+use crate::{pods::status::PodStatus, redirect::probers::Rule};
 
 struct Fixture {
     admin: Arc<Admin>,
@@ -16,6 +16,7 @@ fn fixture() -> Fixture {
     let (logs, layer) = logs::Control::detached();
     let admin = Admin {
         pods: pods_view,
+        probers: watch::channel(Some(probers())).1,
         mesh: mesh_view,
         registry: metrics::registry(),
         logs,
@@ -46,6 +47,15 @@ fn pod(state: State) -> PodStatus {
     }
 }
 
+fn probers() -> View {
+    View {
+        rule: Rule::Cgroups,
+        cgroups: vec!["/sys/fs/cgroup/k".into()],
+        reason: "kubelet's, found by its unit".to_owned(),
+        as_asked: true,
+    }
+}
+
 async fn ask(admin: &Admin, endpoint: Endpoint, method: &str, path: &str) -> (u16, String) {
     let request = Request::builder()
         .method(method)
@@ -65,6 +75,7 @@ async fn each_endpoint_has_its_paths_and_methods() {
     let table = [
         (Admin, "GET", "/", 200, "/quitquitquit"),
         (Admin, "GET", "/pods", 200, "\"backend\": \"test\""),
+        (Admin, "GET", "/pods", 200, "\"rule\": \"cgroups\""),
         (Admin, "GET", "/metrics", 200, "# EOF"),
         (
             Admin,
@@ -158,6 +169,7 @@ async fn a_running_agent_tells_its_status() {
     let text = render(address, &view, &metrics);
     for expected in [
         "backend test; pods 2",
+        "reach the pods directly: those of /sys/fs/cgroup/k (kubelet's, found by its unit)\n",
         "shop/web-0  captured  10.0.0.1  sa web  uid u-1  net:[7]\n",
         "NOT CAPTURED  10.0.0.1  sa web  uid u-1  net:[7]  cannot look\n",
         "  process_open_fds ",

@@ -10,7 +10,7 @@ use super::{
     values::{Redirect, Span, Workers},
 };
 use crate::{
-    redirect::iptables,
+    redirect::{iptables, probers::Sources},
     telemetry::{
         Chain,
         logs::{Filter, Format},
@@ -138,6 +138,10 @@ settings! {
         metrics_addr: SocketAddr, [];
     "Address of /healthz/ready [default: [::]:15021]"
         readiness_addr: SocketAddr, [];
+    "Whose connections from this node reach enrolled pods directly, as kubelet's probes must: auto (of kubelet's cgroup, or while \
+     none is found of any process in the node's network namespace), node (of any such process), none, or cgroups like \
+     /system.slice/kubelet.service, with commas between; only with --redirect ebpf [default: auto]"
+        probe_sources: Sources, [];
     "Attach with clsact filters even where the kernel has TCX links"
         force_clsact: bool, [], switch "true";
     "Tell the proxy's dials to applications by source port even where the kernel tells their device"

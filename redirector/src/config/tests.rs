@@ -162,7 +162,7 @@ fn switches_need_no_value() {
 fn errors_name_the_place_and_the_reason() {
     /// File, environment, flags, and parts of the error.
     type Case<'a> = (&'a str, &'a [(&'a str, &'a str)], &'a [&'a str], &'a [&'a str]);
-    let table: [Case<'_>; 26] = [
+    let table: [Case<'_>; 28] = [
         (
             "network: a\nno-such-key: 1\n",
             &[],
@@ -273,6 +273,23 @@ fn errors_name_the_place_and_the_reason() {
             &[],
             &["--iptables-backend", "xtables"],
             &["xtables", "auto, nft and legacy"],
+        ),
+        (
+            "probe-sources: kubelet\n",
+            &[],
+            &[],
+            &[
+                "probe-sources",
+                "\"kubelet\"",
+                "auto, node or none",
+                "a cgroup like",
+            ],
+        ),
+        (
+            "",
+            &[],
+            &["--probe-sources", "/a/../b"],
+            &["/a/../b", "auto, node or none"],
         ),
     ];
     for (file, variables, flags, expected) in table {

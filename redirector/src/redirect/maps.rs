@@ -1,5 +1,7 @@
 //! The eBPF maps, typed: one line of `unsafe` for all value types that both sides share.
 
+use std::collections::BTreeSet;
+
 use aya::maps::{
     Array, HashMap, MapData, MapError, PerCpuArray, PerCpuValues, SkStorage,
     lpm_trie::{Key, LpmTrie},
@@ -118,6 +120,28 @@ impl CounterMap {
         for counter in Counter::ALL {
             let zeros = PerCpuValues::try_from(vec![0; cpus]).map_err(MapError::from)?;
             self.0.set(counter_index(slot, counter), zeros, 0)?;
+        }
+        Ok(())
+    }
+}
+
+/// The map `PROBERS`.
+pub(super) struct ProberMap(HashMap<MapData, u64, u32>);
+
+impl ProberMap {
+    /// From the map's handle.
+    pub(super) fn new(map: MapData) -> Result<Self, MapError> {
+        HashMap::try_from(aya::maps::Map::HashMap(map)).map(Self)
+    }
+
+    /// Makes the set have exactly these members: removes first, so that there is room.
+    pub(super) fn set(&mut self, wanted: &BTreeSet<u64>) -> Result<(), MapError> {
+        let present = self.0.keys().collect::<Result<BTreeSet<_>, _>>()?;
+        for cgroup in present.difference(wanted) {
+            absent_is_fine(self.0.remove(cgroup))?;
+        }
+        for cgroup in wanted.difference(&present) {
+            self.0.insert(cgroup, 1, 0)?;
         }
         Ok(())
     }

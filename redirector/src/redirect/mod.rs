@@ -9,6 +9,7 @@ pub mod metrics;
 pub mod moved;
 pub mod none;
 pub mod overrides;
+pub mod probers;
 mod routes;
 pub mod rules;
 
@@ -94,6 +95,12 @@ pub trait Redirector: Send + Sync {
 
     /// What the pod's programs have counted; nothing for a backend without programs.
     fn counts(&self, uid: &PodUid) -> Result<Vec<Count>, Error>;
+
+    /// Looks who probes the pods from this node, and leaves their connections alone from now on; `None` for a backend that can't
+    /// tell. Blocking; to be called before the first pod is attached, and then every few seconds.
+    fn look_for_probers(&self) -> Result<Option<probers::View>, Error> {
+        Ok(None)
+    }
 
     /// Tells a socket of the proxy's own, before it connects or listens, from the applications'.
     fn own_socket(&self, socket: BorrowedFd<'_>) -> io::Result<()>;

@@ -5,7 +5,7 @@
 
 use std::{io, net::SocketAddr, os::fd::BorrowedFd};
 
-use super::{Count, Error, Leftovers, Listeners, Marks, PodNetwork, Redirector};
+use super::{Count, Error, Leftovers, Listeners, Marks, PodNetwork, Redirector, probers::View};
 use crate::{mesh::pod::PodUid, sys::netns::Netns};
 
 /// A backend, with what is left of others.
@@ -92,6 +92,10 @@ impl Redirector for Moved {
 
     fn counts(&self, uid: &PodUid) -> Result<Vec<Count>, Error> {
         self.now.counts(uid)
+    }
+
+    fn look_for_probers(&self) -> Result<Option<View>, Error> {
+        self.now.look_for_probers()
     }
 
     fn own_socket(&self, socket: BorrowedFd<'_>) -> io::Result<()> {

@@ -1,6 +1,7 @@
 //! The edge to the kernel: the only module, with `redirect::maps`, that may hold `unsafe`, nix or libc.
 
 pub mod bpf;
+pub mod cgroups;
 pub mod follow;
 pub mod interfaces;
 pub mod lock;

@@ -5,6 +5,7 @@
 //! - `store`: the maps, and the pods' slots in them
 //! - `trie`: rules as the programs look them up
 //! - `hooks`: TC and SK_LOOKUP attachment; `filters`: others' clsact filters, and ours among them
+//! - `nsid`: the id of the node's namespace in the pod's
 //! - `routes`: which policy routes and sysctls it wants in the pod
 //! - `look`: whether a pod is still as it was left
 //! - [`leftovers`]: what is left of all that, and its removal
@@ -16,6 +17,7 @@ mod filters;
 mod hooks;
 pub mod leftovers;
 mod look;
+mod nsid;
 pub mod object;
 pub mod observe;
 mod pins;
@@ -28,7 +30,7 @@ use std::{
     collections::HashMap,
     fs, io,
     net::{IpAddr, SocketAddr},
-    os::fd::BorrowedFd,
+    os::fd::{AsFd as _, BorrowedFd},
     path::{Path, PathBuf},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
@@ -53,7 +55,8 @@ use self::{
 };
 use super::{
     Count, Error, Listeners, Marks, PodNetwork, Redirector,
-    maps::{PodMap, TagMap},
+    maps::{PodMap, ProberMap, TagMap},
+    probers::{Search, Sources, View},
     rules::Rules,
 };
 use crate::{
@@ -75,6 +78,8 @@ pub struct Config {
     pub force_clsact: bool,
     /// Tell the proxy's own dials by their source port even where the kernel tells their device.
     pub force_source_port: bool,
+    /// Whose connections from this node are left alone.
+    pub probes: Sources,
 }
 
 impl Default for Config {
@@ -83,6 +88,7 @@ impl Default for Config {
             bpffs_dir: "/sys/fs/bpf/redirector".into(),
             force_clsact: false,
             force_source_port: false,
+            probes: Sources::None,
         }
     }
 }
@@ -97,6 +103,15 @@ pub struct Ebpf {
     store: Mutex<Store>,
     /// The pods that were attached and not yet detached; their namespaces are held open by the pods' owner as long.
     known: Mutex<HashMap<PodUid, Arc<Known>>>,
+    probers: Mutex<Probers>,
+    /// The namespace whose processes may probe; `None` if nobody may.
+    node: Option<Netns>,
+}
+
+/// Who probes, as looked for and as the programs know it.
+struct Probers {
+    search: Search,
+    map: ProberMap,
 }
 
 /// What an attachment is made from.
@@ -139,6 +154,13 @@ impl Ebpf {
         };
         let tags = open_map(&pins.shared(), layout::TAGS, TagMap::new)?;
         let store = Store::open(&build)?;
+        let node =
+            Netns::current().map_err(|error| Error::new("opening the node's network namespace", error))?;
+        let probers = Probers {
+            search: Search::new(config.probes.clone(), node.id())
+                .map_err(|error| Error::new("looking for the hierarchy of cgroups", error))?,
+            map: open_map(&build.maps(), layout::PROBERS, ProberMap::new)?,
+        };
         tracing::info!(?tc_mode, dial_rule = ?object.dial_rule, "eBPF programs accepted by this kernel");
         Ok(Self {
             pins,
@@ -148,6 +170,8 @@ impl Ebpf {
             tags: Mutex::new(tags),
             store: Mutex::new(store),
             known: Mutex::default(),
+            probers: Mutex::new(probers),
+            node: (config.probes != Sources::None).then_some(node),
         })
     }
 
@@ -211,7 +235,17 @@ impl Ebpf {
         })
     }
 
-    fn entry(&self, pod: &PodNetwork, changed_sysctls: u32) -> PodEntry {
+    /// What the programs know as the node's namespace, in the pod's.
+    fn node_nsid(&self, pod: &Netns) -> Result<u32, Error> {
+        let Some(node) = &self.node else { return Ok(0) };
+        let asked = in_netns(pod, || {
+            nsid::in_this_namespace(node.as_fd())
+                .map_err(|error| Error::new("asking for the id of the node's namespace in the pod's", error))
+        });
+        Ok(asked? + 1)
+    }
+
+    fn entry(&self, pod: &PodNetwork, changed_sysctls: u32, node_nsid: u32) -> PodEntry {
         let flag = |on: bool, flag: u32| if on { flag } else { 0 };
         PodEntry {
             netns_ino: pod.netns.id().ino,
@@ -219,6 +253,7 @@ impl Ebpf {
                 | flag(self.tc_mode == TcMode::Clsact, FLAG_CLSACT)
                 | flag(pod.rules.bypass_inbound, FLAG_BYPASS_INBOUND),
             changed_sysctls,
+            node_nsid,
             ..bytemuck::Zeroable::zeroed()
         }
     }
@@ -241,7 +276,7 @@ impl Ebpf {
             return Ok(None);
         }
         let before = self.store().entry(instance.slot)?;
-        let entry = self.entry(pod, before.changed_sysctls);
+        let entry = self.entry(pod, before.changed_sysctls, self.node_nsid(&pod.netns)?);
         let comparable = |e: &PodEntry| (e.netns_ino, e.flags & (FLAG_LOOKUP_HAS_IFINDEX | FLAG_CLSACT));
         if comparable(&before) != comparable(&entry) {
             tracing::info!(uid = %pod.uid, ?before, wanted = ?entry, "replacing an instance of another kind or namespace");
@@ -288,6 +323,7 @@ impl Ebpf {
             pin(&mut ebpf, name, &directory.join(name))?;
         }
         // Everything that a packet may need is there before the first is steered.
+        let node_nsid = self.node_nsid(&pod.netns)?;
         let (changed, added_clsact) = in_netns(&pod.netns, || {
             let added = self.tc_mode == TcMode::Clsact && hooks::add_clsact(&plan.interfaces)?;
             let changed = ROUTING.set_sysctls(plan.v6).inspect_err(|_| {
@@ -297,7 +333,8 @@ impl Ebpf {
             })?;
             Ok((changed, added))
         })?;
-        let mut entry = self.entry(pod, changed | before.map_or(0, |before| before.changed_sysctls));
+        let changed_before = before.map_or(0, |before| before.changed_sysctls);
+        let mut entry = self.entry(pod, changed | changed_before, node_nsid);
         if added_clsact || before.is_some_and(|before| before.has(FLAG_ADDED_CLSACT)) {
             entry.flags |= FLAG_ADDED_CLSACT;
         }
@@ -522,6 +559,14 @@ impl Redirector for Ebpf {
         let instances = self.pins.of(uid)?;
         let own = instances.iter().find(|instance| instance.build == self.build);
         own.map_or(Ok(Vec::new()), |instance| self.store().counts(instance.slot))
+    }
+
+    fn look_for_probers(&self) -> Result<Option<View>, Error> {
+        let mut probers = self.probers.lock().unwrap_or_else(PoisonError::into_inner);
+        let (cgroups, view) = probers.search.look();
+        let set = probers.map.set(&cgroups);
+        set.map_err(|error| Error::new("writing the set of probers", error))?;
+        Ok(Some(view))
     }
 
     fn own_socket(&self, socket: BorrowedFd<'_>) -> io::Result<()> {

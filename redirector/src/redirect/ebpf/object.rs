@@ -13,7 +13,7 @@ use aya::{
     programs::{Program, ProgramError, SchedClassifier, SkLookup},
 };
 use redirector_common::maps::{
-    ADDRESSES, COUNTERS, DECIDERS, Decider, LISTENERS, MAX_PODS, PODS, RULES, SLOT, TAGS,
+    ADDRESSES, COUNTERS, DECIDERS, Decider, HINTS, LISTENERS, MAX_PODS, PODS, PROBERS, RULES, SLOT, TAGS,
 };
 
 use super::pins::Build;
@@ -93,7 +93,9 @@ impl Object {
         for name in [TAGS, LOGS] {
             loader.map_pin_path(name, shared.join(name));
         }
-        for name in [PODS, ADDRESSES, RULES, LISTENERS, COUNTERS, DECIDERS] {
+        for name in [
+            PODS, ADDRESSES, RULES, LISTENERS, COUNTERS, DECIDERS, PROBERS, HINTS,
+        ] {
             if let Some(build) = build {
                 loader.map_pin_path(name, build.maps().join(name));
             }
