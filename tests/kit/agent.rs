@@ -27,6 +27,9 @@ const READINESS_PORT: u16 = 15021;
 /// Longest time to stop in: the daemon's own limit for draining is shorter.
 const STOP_DEADLINE: Duration = Duration::from_secs(30);
 
+/// In a mount namespace of its own: unmounts the hierarchy of version 2, and gives way to the command.
+const WITHOUT_CGROUP2: &str = r#"for at in $(awk '$3 == "cgroup2" { print $2 }' /proc/mounts); do umount -l "$at" || exit; done; exec "$@""#;
+
 /// How traffic is redirected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Redirect {
@@ -63,6 +66,8 @@ pub struct Options {
     pub redirect: Redirect,
     /// Take pods from a ZDS server at this socket.
     pub zds: Option<PathBuf>,
+    /// As on a machine whose cgroups are all of version 1.
+    pub without_cgroup2: bool,
     /// More arguments.
     pub arguments: Vec<String>,
 }
@@ -124,10 +129,16 @@ impl Agent {
     }
 
     fn spawn(node: &Node, directory: &Path, options: Options) -> Result<Self> {
-        let mut command = command(
-            &node.host.ns,
-            binary().context("there is no redirector binary: cargo xtask test builds it")?,
-        );
+        let binary = binary().context("there is no redirector binary: cargo xtask test builds it")?;
+        let mut command = if options.without_cgroup2 {
+            let mut unshare = command(&node.host.ns, "unshare");
+            unshare
+                .args(["--mount", "sh", "-c", WITHOUT_CGROUP2, "sh"])
+                .arg(binary);
+            unshare
+        } else {
+            command(&node.host.ns, binary)
+        };
         command.arg("agent");
         // Pods come from one source.
         match &options.zds {

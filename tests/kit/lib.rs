@@ -2,6 +2,7 @@
 //!
 //! - [`node`]: a node and its pods, made of network namespaces, veths and a bridge; [`netns`] is one namespace
 //! - [`agent`]: the real daemon in the node's namespace; [`workloads`] writes its workload file
+//! - [`cgroup`]: a cgroup, and commands in it
 //! - [`cni`]: pod events over the Unix socket, [`churn`]: in every order; [`zds`]: the same over ZDS, with us as the server
 //! - [`app`]: applications of the pods, and their clients; [`process`]: other programs in a pod
 //! - [`iptables`]: rules in a pod
@@ -20,6 +21,7 @@ pub mod app;
 pub mod bpf;
 pub mod ca;
 pub mod capture;
+pub mod cgroup;
 pub mod churn;
 pub mod cni;
 pub mod counters;

@@ -181,18 +181,11 @@ pub(crate) fn run(command: &mut Command) -> Result<()> {
 
 /// Removes what processes left that are no longer here: namespaces, mounts and directories.
 pub fn sweep() {
-    let left = |name: &str| {
-        let pid = name
-            .strip_prefix(PREFIX)
-            .and_then(|rest| rest.split_once('x'))
-            .map(|(pid, _)| pid);
-        pid.is_some_and(|pid| pid.parse::<u32>().is_ok() && !Path::new("/proc").join(pid).exists())
-    };
     let names = |directory: &Path| -> Vec<String> {
         let entries = fs::read_dir(directory).into_iter().flatten().flatten();
         entries
             .filter_map(|entry| entry.file_name().into_string().ok())
-            .filter(|name| left(name))
+            .filter(|name| left_by_the_dead(name))
             .collect()
     };
     for name in names(Path::new(DIRECTORY)) {
@@ -202,6 +195,15 @@ pub fn sweep() {
     for name in names(&temporary) {
         remove_directory(&temporary.join(name));
     }
+}
+
+/// Whether a name is of [`unique_prefix`], made by a process that is no longer here.
+pub(crate) fn left_by_the_dead(name: &str) -> bool {
+    let pid = name
+        .strip_prefix(PREFIX)
+        .and_then(|rest| rest.split_once('x'))
+        .map(|(pid, _)| pid);
+    pid.is_some_and(|pid| pid.parse::<u32>().is_ok() && !Path::new("/proc").join(pid).exists())
 }
 
 /// Removes a directory, and what is mounted below it.

@@ -17,10 +17,11 @@ use redirector_common::{
     consts::{MARK_LOOP, MARK_PROXY, PORT_HBONE},
     maps::{
         ADDRESSES, AddressKey, COUNTERS, DECIDERS, FLAG_LOOKUP_HAS_IFINDEX, FLAG_OBSERVE, FLAG_RELEASING,
-        LISTENERS, Listener, PODS, PodEntry, SLOT, counter_index, listener_index,
+        LISTENERS, Listener, PODS, PROBERS, PodEntry, SLOT, counter_index, listener_index,
     },
     net::Addr,
     packet::{TCP_ACK, TCP_RST, TCP_SYN},
+    probes::ANY_OF_NODE,
     verdict::Counter,
 };
 use redirector_tests::suite::{Needs, case, main as suite};
@@ -51,6 +52,10 @@ fn main() -> ExitCode {
             ),
             case("egress_leaves_the_rest_alone", egress_leaves_the_rest_alone),
             case("ingress_guards", ingress_guards),
+            case(
+                "who_probes_is_asked_for_and_looked_up",
+                who_probes_is_asked_for_and_looked_up,
+            ),
             case("observing_changes_nothing", observing_changes_nothing),
             case("foreign_mark_bits_survive", foreign_mark_bits_survive),
         ],
@@ -79,11 +84,7 @@ impl Instance {
             flags,
             ..bytemuck::Zeroable::zeroed()
         };
-        let bytes: [u8; size_of::<PodEntry>()] = bytemuck::cast(entry);
-        Array::<_, [u8; size_of::<PodEntry>()]>::try_from(ebpf.map_mut(PODS).unwrap())
-            .unwrap()
-            .set(POD_SLOT, bytes, 0)
-            .unwrap();
+        set_entry(&mut ebpf, entry);
         let mut addresses =
             HashMap::<_, [u8; size_of::<AddressKey>()], u32>::try_from(ebpf.map_mut(ADDRESSES).unwrap())
                 .unwrap();
@@ -116,6 +117,10 @@ impl Instance {
             map.set(place as u32, &fd, 0).unwrap();
         }
         Self { ebpf, listener }
+    }
+
+    fn write(&mut self, entry: PodEntry) {
+        set_entry(&mut self.ebpf, entry);
     }
 
     fn counts(&self) -> Vec<u64> {
@@ -158,6 +163,14 @@ impl Instance {
                 .collect(),
         }
     }
+}
+
+fn set_entry(ebpf: &mut Ebpf, entry: PodEntry) {
+    let bytes: [u8; size_of::<PodEntry>()] = bytemuck::cast(entry);
+    Array::<_, [u8; size_of::<PodEntry>()]>::try_from(ebpf.map_mut(PODS).unwrap())
+        .unwrap()
+        .set(POD_SLOT, bytes, 0)
+        .unwrap();
 }
 
 fn addr(text: &str) -> Addr {
@@ -423,6 +436,30 @@ fn ingress_guards() {
     assert_eq!(outcome.counted, [Counter::IngressRefused]);
     let l4 = l4_offset(&outcome.packet);
     assert_eq!(outcome.packet[l4 + 13], TCP_RST | TCP_ACK);
+}
+
+/// No socket has sent these packets, so they are no probes even where anybody of the node may probe.
+fn who_probes_is_asked_for_and_looked_up() {
+    let mut instance = Instance::new(FLAG_LOOKUP_HAS_IFINDEX, true);
+    instance.write(PodEntry {
+        flags: FLAG_LOOKUP_HAS_IFINDEX,
+        node_nsid: 1,
+        ..bytemuck::Zeroable::zeroed()
+    });
+    let mut probers = HashMap::<_, u64, u32>::try_from(instance.ebpf.map_mut(PROBERS).unwrap()).unwrap();
+    probers.insert(ANY_OF_NODE, 1, 0).unwrap();
+    for (source, destination) in [
+        ((FAR_V4, 4000), (POD_V4, 80)),
+        ((FAR_V6, 4000), (POD_V6, 80)),
+        ((FAR_V4, 62_000), (POD_V4, 80)),
+        ((FAR_V6, 62_000), (POD_V6, 80)),
+    ] {
+        let outcome = instance.run(INGRESS, &tcp(source, destination, TCP_SYN), 0);
+        assert_eq!(
+            (outcome.verdict, outcome.counted.as_slice()),
+            (NEXT, [Counter::IngressNew].as_slice())
+        );
+    }
 }
 
 fn observing_changes_nothing() {
