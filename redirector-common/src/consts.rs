@@ -16,6 +16,11 @@ pub const MARK_LOOP: Mark = Mark(0x53a);
 /// On the proxy's sockets towards the pod's own application.
 pub const MARK_APP: Mark = Mark(0x53b);
 
+/// On new connections, and on later packets of captured ones, that arrive by an interface behind which somebody else's programs
+/// are. Accepted sockets take it over (`net.ipv4.tcp_fwmark_accept`); it selects the local table on that interface only, so that
+/// their answers go the usual way.
+pub const MARK_REROUTED: Mark = Mark(0x53c);
+
 /// Routing table in the pod's namespace that delivers everything locally. Istio's in-pod table is 100.
 pub const ROUTE_TABLE: u32 = 1337;
 
@@ -30,6 +35,12 @@ pub const PORT_INBOUND: u16 = 15006;
 
 /// HBONE.
 pub const PORT_HBONE: u16 = 15008;
+
+/// DNS, as captured by [`crate::maps::FLAG_DNS_CAPTURE`]: Istio's and ztunnel's port.
+pub const PORT_DNS_CAPTURE: u16 = 15053;
+
+/// DNS.
+pub const PORT_DNS: u16 = 53;
 
 /// The proxy's own ports in a pod: a connection to one of them is never forwarded.
 pub const PROXY_PORTS: [u16; 3] = [PORT_OUTBOUND, PORT_INBOUND, PORT_HBONE];

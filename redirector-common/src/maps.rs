@@ -134,9 +134,14 @@ pub struct PodEntry {
     pub changed_sysctls: u32,
     /// The id of the node's namespace in the pod's, plus 1 (ip-netns(8), "nsid"); 0 if nobody's connections are probes.
     pub node_nsid: u32,
+    /// Indexes of the interfaces of which what arrives is outbound; 0 is none.
+    pub rerouted: [u32; MAX_REROUTED],
 }
 
-const _: () = assert!(size_of::<PodEntry>() == 24);
+const _: () = assert!(size_of::<PodEntry>() == 56);
+
+/// Most interfaces of a pod of which what arrives is outbound.
+pub const MAX_REROUTED: usize = 8;
 
 /// Count, but let everything pass: `redirector load`.
 pub const FLAG_OBSERVE: u32 = 1;
@@ -152,6 +157,8 @@ pub const FLAG_RELEASING: u32 = 1 << 3;
 pub const FLAG_CLSACT: u32 = 1 << 4;
 /// Capture nothing inbound but HBONE: the pod is an ingress gateway.
 pub const FLAG_BYPASS_INBOUND: u32 = 1 << 5;
+/// The pod's DNS goes to the listeners of port 15053.
+pub const FLAG_DNS_CAPTURE: u32 = 1 << 7;
 
 /// The agent has added the clsact qdisc that its filters hang on, and not found it there; for the agent only.
 pub const FLAG_ADDED_CLSACT: u32 = 1 << 6;
@@ -168,6 +175,24 @@ impl PodEntry {
     pub const fn is_probed(&self) -> bool {
         self.node_nsid != 0
     }
+
+    /// Whether there is an interface of which what arrives is outbound.
+    #[inline(always)]
+    pub const fn reroutes_any(&self) -> bool {
+        self.rerouted[0] != 0
+    }
+
+    /// Whether what arrives by the interface of this index is outbound.
+    #[inline(always)]
+    pub const fn reroutes(&self, ifindex: u32) -> bool {
+        let mut found = false;
+        let mut at = 0;
+        while at < MAX_REROUTED {
+            found |= self.rerouted[at] == ifindex;
+            at += 1;
+        }
+        found && ifindex != 0
+    }
 }
 
 /// A listener of the proxy's in a pod.
@@ -180,9 +205,31 @@ pub enum Listener {
     Inbound = 1,
     /// Port 15008.
     Hbone = 2,
+    /// Port 15053 of TCP, for IPv4.
+    DnsTcpV4 = 3,
+    /// Port 15053 of TCP, for IPv6; one socket may be both.
+    DnsTcpV6 = 4,
+    /// Port 15053 of UDP, for IPv4.
+    DnsUdpV4 = 5,
+    /// Port 15053 of UDP, for IPv6; one socket may be both.
+    DnsUdpV6 = 6,
 }
 
-const _: () = assert!((Listener::Hbone as u32) < LISTENER_STRIDE);
+impl Listener {
+    /// The listener for DNS over TCP.
+    #[inline(always)]
+    pub const fn dns_tcp(v4: bool) -> Self {
+        if v4 { Self::DnsTcpV4 } else { Self::DnsTcpV6 }
+    }
+
+    /// The listener for DNS over UDP.
+    #[inline(always)]
+    pub const fn dns_udp(v4: bool) -> Self {
+        if v4 { Self::DnsUdpV4 } else { Self::DnsUdpV6 }
+    }
+}
+
+const _: () = assert!((Listener::DnsUdpV6 as u32) < LISTENER_STRIDE);
 
 /// What a socket was found or declared to be; kept with the socket itself, so that nothing can evict or forge it.
 #[repr(u32)]

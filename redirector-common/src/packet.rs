@@ -1,4 +1,4 @@
-//! From headers to [`TcpMeta`]: IPv4 with options, IPv6 with a bounded number of extension headers, TCP.
+//! From headers to [`TcpMeta`] and [`UdpMeta`]: IPv4 with options, IPv6 with a bounded number of extension headers, TCP and UDP.
 
 use crate::net::Addr;
 
@@ -22,6 +22,7 @@ const TCP_HLEN: u32 = 20;
 
 const IPPROTO_HOPOPTS: u8 = 0;
 const IPPROTO_TCP: u8 = 6;
+const IPPROTO_UDP: u8 = 17;
 const IPPROTO_ROUTING: u8 = 43;
 const IPPROTO_FRAGMENT: u8 = 44;
 const IPPROTO_AH: u8 = 51;
@@ -111,11 +112,26 @@ pub const fn is_plain_later_v6(frame: &[u8; PLAIN_V6]) -> bool {
         && !is_initial_syn(frame[67])
 }
 
+/// What the verdicts need of a UDP datagram.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct UdpMeta {
+    /// Source address.
+    pub source: Addr,
+    /// Destination address.
+    pub destination: Addr,
+    /// Destination port, host byte order.
+    pub destination_port: u16,
+    /// IPv4, not IPv6.
+    pub v4: bool,
+}
+
 /// What a packet is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Parsed {
     /// TCP, with its header.
     Tcp(TcpMeta),
+    /// UDP, whole: what was cut into fragments is [`Parsed::Other`].
+    Udp(UdpMeta),
     /// Another protocol: not ours.
     Other,
     /// A fragment without the TCP header.
@@ -147,14 +163,24 @@ fn parse_v4<B: Bytes + ?Sized>(bytes: &B) -> Parsed {
     let Some(header) = bytes.load::<20>(ETH_HLEN) else {
         return Parsed::Malformed;
     };
-    if header[9] != IPPROTO_TCP {
+    let udp = header[9] == IPPROTO_UDP;
+    if header[9] != IPPROTO_TCP && !udp {
         return Parsed::Other;
     }
-    // 13 bits of fragment offset; the flag bits above them don't matter.
-    if u16::from_be_bytes([header[6], header[7]]) & 0x1fff != 0 {
+    // 13 bits of fragment offset; above them is the bit that says that more follow.
+    let fragment = u16::from_be_bytes([header[6], header[7]]);
+    if udp && fragment & 0x3fff != 0 {
+        return Parsed::Other;
+    }
+    if fragment & 0x1fff != 0 {
         return Parsed::Fragment;
     }
     let header_length = u32::from(header[0] & 0x0f) * 4;
+    if udp {
+        let source = Addr::from_v4_bytes([header[12], header[13], header[14], header[15]]);
+        let destination = Addr::from_v4_bytes([header[16], header[17], header[18], header[19]]);
+        return parse_udp(bytes, source, destination, ETH_HLEN + header_length, true);
+    }
     if header_length < 20 {
         return Parsed::Malformed;
     }
@@ -193,6 +219,7 @@ fn parse_v6<B: Bytes + ?Sized>(bytes: &B) -> Parsed {
                 return Parsed::Malformed;
             }
             IPPROTO_TCP => return parse_tcp(bytes, source, destination, offset, false),
+            IPPROTO_UDP => return parse_udp(bytes, source, destination, offset, false),
             IPPROTO_HOPOPTS | IPPROTO_ROUTING | IPPROTO_DSTOPTS | IPPROTO_MH => {
                 let Some(header) = bytes.load::<2>(offset) else {
                     return Parsed::Malformed;
@@ -213,7 +240,12 @@ fn parse_v6<B: Bytes + ?Sized>(bytes: &B) -> Parsed {
                     return Parsed::Malformed;
                 };
                 next = header[0];
-                if u16::from_be_bytes([header[2], header[3]]) & 0xfff8 != 0 {
+                let fragment = u16::from_be_bytes([header[2], header[3]]);
+                // The last bit says that more follow.
+                if next == IPPROTO_UDP && fragment & 0xfff9 != 0 {
+                    return Parsed::Other;
+                }
+                if fragment & 0xfff8 != 0 {
                     return if next == IPPROTO_TCP {
                         Parsed::Fragment
                     } else {
@@ -247,6 +279,26 @@ fn parse_tcp<B: Bytes + ?Sized>(
         destination_port: u16::from_be_bytes([header[2], header[3]]),
         flags: header[13],
         l4_offset,
+        v4,
+    })
+}
+
+/// What is too short for UDP is nobody's query, and was never ours.
+#[inline(always)]
+fn parse_udp<B: Bytes + ?Sized>(
+    bytes: &B,
+    source: Addr,
+    destination: Addr,
+    l4_offset: u32,
+    v4: bool,
+) -> Parsed {
+    let Some(ports) = bytes.load::<4>(l4_offset) else {
+        return Parsed::Other;
+    };
+    Parsed::Udp(UdpMeta {
+        source,
+        destination,
+        destination_port: u16::from_be_bytes([ports[2], ports[3]]),
         v4,
     })
 }

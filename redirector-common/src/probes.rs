@@ -181,6 +181,7 @@ mod tests {
             local_port: 80,
             remote_port: 4000,
             by_lo: false,
+            rerouted: false,
         };
         assert_eq!(Ends::of_packet(7, &packet), Ends::of_lookup(7, &lookup));
         assert_ne!(Ends::of_packet(7, &packet), Ends::of_lookup(8, &lookup));

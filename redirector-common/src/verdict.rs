@@ -1,10 +1,13 @@
 //! What becomes of a packet or of a new connection. Pure and total; the programs load, ask here, and act.
 
 use crate::{
-    consts::{DIAL_PORT_FIRST, DIAL_PORT_LAST, PORT_HBONE},
-    maps::{FLAG_BYPASS_INBOUND, FLAG_LOOKUP_HAS_IFINDEX, FLAG_RELEASING, Listener, PodEntry, Tag},
+    consts::{DIAL_PORT_FIRST, DIAL_PORT_LAST, PORT_DNS, PORT_HBONE},
+    maps::{
+        FLAG_BYPASS_INBOUND, FLAG_DNS_CAPTURE, FLAG_LOOKUP_HAS_IFINDEX, FLAG_RELEASING, Listener, PodEntry,
+        Tag,
+    },
     net::Addr,
-    packet::Parsed,
+    packet::{Parsed, TcpMeta, UdpMeta},
     rules::{self, Direction, Rules},
 };
 
@@ -20,7 +23,7 @@ pub enum Counter {
     EgressProxy = 2,
     /// Egress: a connection that was open before enrolment, or a stray packet.
     EgressUncaptured = 3,
-    /// Egress: not TCP.
+    /// Egress: neither TCP nor captured DNS.
     EgressOther = 4,
     /// Egress: a SYN answered with RST: the proxy is away, its socket can't be tagged, or it goes to a link-local address.
     EgressRefused = 5,
@@ -60,6 +63,16 @@ pub enum Counter {
     IngressProbe = 22,
     /// Lookup: a probe of the node's.
     LookupProbe = 23,
+    /// Egress: a DNS query by UDP turned back to 15053.
+    EgressDns = 24,
+    /// Egress: a DNS query by UDP dropped, since nobody is at 15053.
+    EgressDnsRefused = 25,
+    /// Lookup: DNS by UDP or TCP given to 15053.
+    LookupDns = 26,
+    /// Ingress: a new connection from behind the pod, delivered to 15001.
+    IngressRerouted = 27,
+    /// Ingress: a later packet of such a connection.
+    IngressReroutedLater = 28,
 }
 
 /// The three programs, as a counter's label.
@@ -86,7 +99,7 @@ impl Program {
 
 impl Counter {
     /// All counters, in the order of the map.
-    pub const ALL: [Self; 24] = [
+    pub const ALL: [Self; 29] = [
         Self::EgressCaptured,
         Self::EgressTurnedBack,
         Self::EgressProxy,
@@ -111,6 +124,11 @@ impl Counter {
         Self::LookupExcluded,
         Self::IngressProbe,
         Self::LookupProbe,
+        Self::EgressDns,
+        Self::EgressDnsRefused,
+        Self::LookupDns,
+        Self::IngressRerouted,
+        Self::IngressReroutedLater,
     ];
 
     /// Which program counts it, and under what name.
@@ -140,6 +158,11 @@ impl Counter {
             Self::LookupExcluded => (Program::Lookup, "excluded"),
             Self::IngressProbe => (Program::Ingress, "probe"),
             Self::LookupProbe => (Program::Lookup, "probe"),
+            Self::EgressDns => (Program::Egress, "dns"),
+            Self::EgressDnsRefused => (Program::Egress, "dns_refused"),
+            Self::LookupDns => (Program::Lookup, "dns"),
+            Self::IngressRerouted => (Program::Ingress, "rerouted"),
+            Self::IngressReroutedLater => (Program::Ingress, "rerouted_later"),
         }
     }
 }
@@ -163,8 +186,10 @@ pub enum Egress {
     Drop(Counter),
     /// It goes back into the pod, to the proxy.
     TurnBack(Counter),
-    /// A new connection: its socket is tagged and the packet turned back, or refused if there is no listener.
-    Capture,
+    /// A new connection: its socket is tagged and the packet turned back to this listener, or refused without it.
+    Capture(Listener),
+    /// A DNS query by UDP: turned back to this listener, or dropped without it.
+    CaptureDns(Listener),
     /// A new connection that can't be captured and must not leave: it is refused.
     Refuse(Counter),
     /// It goes back if the pod has a socket at its far end, since only a captured connection has one; else it leaves.
@@ -203,6 +228,7 @@ pub fn egress<P: Addresses + Rules + ?Sized>(
 ) -> Egress {
     let tcp = match parsed {
         Parsed::Tcp(tcp) => tcp,
+        Parsed::Udp(udp) => return egress_udp(udp, sender, pod, known),
         // A captured connection's fragments carry its socket, so its tag has decided before. Another's are its business.
         Parsed::Other | Parsed::Fragment => return Egress::Pass(Counter::EgressOther),
         Parsed::Malformed | Parsed::TooManyHeaders | Parsed::Tagged => {
@@ -220,6 +246,13 @@ pub fn egress<P: Addresses + Rules + ?Sized>(
         if pod.has(FLAG_RELEASING) {
             return Egress::Pass(Counter::EgressUncaptured);
         }
+        // DNS has a switch of its own, and the rules are about the rest.
+        if dns_is_captured(tcp.destination_port, pod)
+            && (sender.has_socket || known.owns(&tcp.source))
+            && !tcp.destination.is_v6_link_local()
+        {
+            return Egress::Capture(Listener::dns_tcp(tcp.v4));
+        }
         if rules::excluded(
             Direction::Outbound,
             tcp.destination_port,
@@ -235,7 +268,7 @@ pub fn egress<P: Addresses + Rules + ?Sized>(
         }
         // Without a socket it is forwarded for somebody behind the pod, unless it uses the pod's own address.
         return if sender.has_socket || known.owns(&tcp.source) {
-            Egress::Capture
+            Egress::Capture(Listener::Outbound)
         } else {
             Egress::Pass(Counter::EgressUncaptured)
         };
@@ -244,6 +277,30 @@ pub fn egress<P: Addresses + Rules + ?Sized>(
         return Egress::Pass(Counter::EgressProxy);
     }
     Egress::AskSocketTable
+}
+
+/// Whether the pod's traffic to this port is DNS that goes to port 15053.
+#[inline(always)]
+const fn dns_is_captured(port: u16, pod: &PodEntry) -> bool {
+    port == PORT_DNS && pod.has(FLAG_DNS_CAPTURE)
+}
+
+/// Egress of UDP: only DNS is ours, and only where the pod's is captured.
+#[inline(always)]
+fn egress_udp<P: Addresses + ?Sized>(udp: &UdpMeta, sender: Sender, pod: &PodEntry, known: &P) -> Egress {
+    if !dns_is_captured(udp.destination_port, pod) || pod.has(FLAG_RELEASING) {
+        return Egress::Pass(Counter::EgressOther);
+    }
+    // Nobody could answer in the name of an address that is good on one interface only.
+    if udp.destination.is_loopback() || udp.destination.is_v6_link_local() {
+        return Egress::Pass(Counter::EgressOther);
+    }
+    // As for TCP: others' datagrams are only forwarded.
+    if sender.has_socket || known.owns(&udp.source) {
+        Egress::CaptureDns(Listener::dns_udp(udp.v4))
+    } else {
+        Egress::Pass(Counter::EgressOther)
+    }
 }
 
 /// Egress, last step: whether the pod has a connected socket whose local end is the packet's destination.
@@ -274,6 +331,38 @@ pub enum Ingress {
     AskOrigin,
     /// It is a probe of the node's: the lookup is to leave it alone.
     Probe,
+    /// It is a new connection from behind the pod to elsewhere: it is marked, so that it is delivered here and 15001 gets it.
+    Reroute,
+    /// It is a later packet from behind the pod to elsewhere: it is delivered here if the pod has a socket at its far end, since
+    /// only a connection that was rerouted has one.
+    AskFarEnd,
+}
+
+/// Ingress of an interface whose traffic is outbound: what arrives there on its way to elsewhere. `None` is for what goes to the
+/// pod itself, which is for [`ingress`] to decide.
+#[inline(always)]
+pub fn reroute<P: Addresses + Rules + ?Sized>(tcp: &TcpMeta, pod: &PodEntry, known: &P) -> Option<Ingress> {
+    if known.owns(&tcp.destination) || tcp.destination.is_loopback() || tcp.destination.is_v6_link_local() {
+        return None;
+    }
+    if !tcp.is_initial_syn() {
+        return Some(Ingress::AskFarEnd);
+    }
+    if known.owns(&tcp.source) {
+        return Some(Ingress::Drop(Counter::IngressSpoofed));
+    }
+    if pod.has(FLAG_RELEASING)
+        || rules::excluded(
+            Direction::Outbound,
+            tcp.destination_port,
+            &tcp.destination,
+            pod,
+            known,
+        )
+    {
+        return Some(Ingress::Pass(Counter::IngressNew));
+    }
+    Some(Ingress::Reroute)
 }
 
 /// Whether an inbound connection is left alone, by the pod's rules or altogether.
@@ -287,7 +376,9 @@ fn left_alone<R: Rules + ?Sized>(port: u16, client: &Addr, pod: &PodEntry, rules
 pub fn ingress<P: Addresses + Rules + ?Sized>(parsed: &Parsed, pod: &PodEntry, known: &P) -> Ingress {
     let tcp = match parsed {
         Parsed::Tcp(tcp) => tcp,
-        Parsed::Other | Parsed::Fragment | Parsed::Tagged => return Ingress::Pass(Counter::IngressOther),
+        Parsed::Udp(_) | Parsed::Other | Parsed::Fragment | Parsed::Tagged => {
+            return Ingress::Pass(Counter::IngressOther);
+        }
         // The pod's stack would read more extension headers than we do, and put a header together from fragments.
         Parsed::Malformed | Parsed::TooManyHeaders => return Ingress::Drop(Counter::IngressMalformed),
     };
@@ -356,6 +447,8 @@ pub struct Lookup {
     pub remote_port: u16,
     /// It arrived by lo. Only believed with [`FLAG_LOOKUP_HAS_IFINDEX`].
     pub by_lo: bool,
+    /// It arrived by one of the interfaces of which what arrives is outbound. Only known with [`FLAG_LOOKUP_HAS_IFINDEX`].
+    pub rerouted: bool,
 }
 
 /// Who gets a new connection.
@@ -386,13 +479,19 @@ pub fn lookup<P: Addresses + Rules + Hints + ?Sized>(
         local_port,
         remote_port,
         by_lo,
+        rerouted,
     } = connection;
     // A captured connection's destination is never loopback (egress) nor its own source.
     if local.is_loopback() || remote.is_loopback() || local.0 == remote.0 || pod.has(FLAG_RELEASING) {
         return Choice::Pass(Counter::LookupOther);
     }
     let to_this_pod = known.owns(local);
-    let outbound = Choice::Assign(Listener::Outbound, Counter::LookupOutbound);
+    // The source tells the pod's own from what was rerouted, whose DNS is left to 15001.
+    let outbound = if dns_is_captured(*local_port, pod) && known.owns(remote) {
+        Choice::Assign(Listener::dns_tcp(local.is_v4()), Counter::LookupDns)
+    } else {
+        Choice::Assign(Listener::Outbound, Counter::LookupOutbound)
+    };
     if pod.has(FLAG_LOOKUP_HAS_IFINDEX) {
         // Local delivery reports the device of the address; lo itself is reported for a packet that egress turned
         // back, and for a socket bound to lo, as the proxy's dials are.
@@ -402,6 +501,9 @@ pub fn lookup<P: Addresses + Rules + Hints + ?Sized>(
             } else {
                 outbound
             };
+        }
+        if *rerouted && !to_this_pod {
+            return outbound;
         }
     } else if !to_this_pod {
         return outbound;
@@ -423,6 +525,23 @@ pub fn lookup<P: Addresses + Rules + Hints + ?Sized>(
         return Choice::Pass(Counter::LookupExcluded);
     }
     Choice::Assign(Listener::Inbound, Counter::LookupInbound)
+}
+
+/// SK_LOOKUP: the socket of a UDP datagram that no connected one takes, in a pod whose DNS is captured.
+#[inline(always)]
+pub fn lookup_udp<P: Addresses + ?Sized>(datagram: &Lookup, pod: &PodEntry, known: &P) -> Choice {
+    let by_lo = datagram.by_lo || !pod.has(FLAG_LOOKUP_HAS_IFINDEX);
+    if by_lo
+        && dns_is_captured(datagram.local_port, pod)
+        && !pod.has(FLAG_RELEASING)
+        // What the pod asks of itself has not left it.
+        && !datagram.local.is_loopback()
+        && !known.owns(&datagram.local)
+    {
+        Choice::Assign(Listener::dns_udp(datagram.local.is_v4()), Counter::LookupDns)
+    } else {
+        Choice::Pass(Counter::LookupOther)
+    }
 }
 
 /// Whether `port` is in the range that the proxy takes the source ports of its dials from.

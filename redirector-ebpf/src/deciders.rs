@@ -4,8 +4,8 @@
 use aya_ebpf::{macros::classifier, programs::TcContext};
 use aya_log_ebpf::debug;
 use redirector_common::{
-    consts::{MARK_MASK, MARK_PROXY},
-    maps::{FLAG_OBSERVE, FLAG_TRACE, Tag},
+    consts::{MARK_MASK, MARK_PROXY, MARK_REROUTED},
+    maps::{FLAG_OBSERVE, FLAG_TRACE, Listener, Tag},
     packet::{self, Parsed, TcpMeta},
     verdict::{self, Counter, Egress, Ingress, Sender},
 };
@@ -45,7 +45,7 @@ fn untagged(ctx: &TcContext, sender: tags::SenderSocket, pod: Pod) -> Egress {
         (Egress::AskSocketTable, Parsed::Tcp(tcp)) => {
             verdict::egress_by_socket_table(steer::far_end_is_here(ctx, tcp))
         }
-        (Egress::Capture, Parsed::Tcp(tcp)) => {
+        (Egress::Capture(_), Parsed::Tcp(tcp)) => {
             if pod.entry.has(FLAG_TRACE) {
                 trace_capture(ctx, tcp);
             }
@@ -90,14 +90,24 @@ fn act_on_egress(ctx: &TcContext, sender: tags::SenderSocket, pod: Pod, verdict:
             count(pod.slot, counter);
             if observe { NEXT } else { steer::turn_back(ctx) }
         }
-        Egress::Capture if observe => {
+        Egress::Capture(_) if observe => {
             count(pod.slot, Counter::EgressCaptured);
             NEXT
         }
-        Egress::Capture => {
+        // Without a listener it is dropped, and the kernel tells so at once to a sender that wants to know (IP_RECVERR, as
+        // resolvers have it): ENOBUFS.
+        Egress::CaptureDns(listener) => {
+            if !steer::listener_exists(pod, listener) {
+                count(pod.slot, Counter::EgressDnsRefused);
+                return DROP;
+            }
+            count(pod.slot, Counter::EgressDns);
+            steer::turn_back(ctx)
+        }
+        Egress::Capture(listener) => {
             // Fail closed, and fast: without the proxy the connection is refused, not lost, and never let out; nor is one whose
             // later packets could not be told (the socket's option memory is full).
-            if !steer::outbound_listener_exists(pod) || !tags::set(sender, Tag::Captured) {
+            if !steer::listener_exists(pod, listener) || !tags::set(sender, Tag::Captured) {
                 count(pod.slot, Counter::EgressRefused);
                 return steer::refuse(ctx);
             }
@@ -113,6 +123,19 @@ fn act_on_egress(ctx: &TcContext, sender: tags::SenderSocket, pod: Pod, verdict:
     }
 }
 
+/// What arrives, by the interface that it arrives by.
+#[inline(always)]
+fn arriving(skb: &Skb<'_>, parsed: &Parsed, pod: Pod) -> Ingress {
+    if let Parsed::Tcp(tcp) = parsed
+        && pod.entry.reroutes(skb.interface())
+        && skb.is_for_this_host()
+        && let Some(verdict) = verdict::reroute(tcp, pod.entry, &pod)
+    {
+        return verdict;
+    }
+    verdict::ingress(parsed, pod.entry, &pod)
+}
+
 /// A packet that arrives at a pod.
 #[classifier]
 pub fn redir_in_decide(ctx: TcContext) -> i32 {
@@ -123,7 +146,15 @@ pub fn redir_in_decide(ctx: TcContext) -> i32 {
     let parsed = packet::parse(&skb);
     let observe = pod.entry.has(FLAG_OBSERVE);
     // By reference, as in `untagged`.
-    let mut verdict = verdict::ingress(&parsed, pod.entry, &pod);
+    let mut verdict = arriving(&skb, &parsed, pod);
+    if let (Ingress::AskFarEnd, Parsed::Tcp(tcp)) = (verdict, &parsed) {
+        verdict = if steer::far_end_is_here(&ctx, tcp) {
+            steer::mark(&ctx, MARK_REROUTED);
+            Ingress::Pass(Counter::IngressReroutedLater)
+        } else {
+            Ingress::Pass(Counter::IngressOther)
+        };
+    }
     if let (Ingress::AskSocketTable, Parsed::Tcp(tcp)) = (verdict, &parsed) {
         let dialled = steer::dialled_just_now(&ctx, tcp);
         verdict = verdict::ingress_by_socket_table(dialled, tcp.source_port, pod.entry);
@@ -149,8 +180,18 @@ pub fn redir_in_decide(ctx: TcContext) -> i32 {
             count(pod.slot, counter);
             if observe { NEXT } else { steer::refuse(&ctx) }
         }
-        // Answered above.
-        Ingress::AskSocketTable | Ingress::AskOrigin => NEXT,
+        Ingress::Reroute => {
+            if steer::listener_exists(pod, Listener::Outbound) {
+                count(pod.slot, Counter::IngressRerouted);
+                steer::mark(&ctx, MARK_REROUTED);
+                NEXT
+            } else {
+                count(pod.slot, Counter::IngressRefused);
+                steer::refuse(&ctx)
+            }
+        }
+        // They have been answered above.
+        Ingress::AskSocketTable | Ingress::AskOrigin | Ingress::AskFarEnd => NEXT,
         Ingress::AssignInbound if observe => {
             count(pod.slot, Counter::IngressAssigned);
             NEXT

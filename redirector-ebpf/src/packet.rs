@@ -16,6 +16,22 @@ impl Skb<'_> {
         // SAFETY: the kernel passes a valid context.
         unsafe { (*self.0.skb.skb).mark }
     }
+
+    /// The index of the interface that it is on.
+    #[inline(always)]
+    pub(crate) fn interface(&self) -> u32 {
+        // SAFETY: the kernel passes a valid context.
+        unsafe { (*self.0.skb.skb).ifindex }
+    }
+
+    /// Whether its frame is addressed to the interface it arrived by, and not on its way past this host.
+    #[inline(always)]
+    pub(crate) fn is_for_this_host(&self) -> bool {
+        /// `include/uapi/linux/if_packet.h`
+        const PACKET_HOST: u32 = 0;
+        // SAFETY: the kernel passes a valid context.
+        unsafe { (*self.0.skb.skb).pkt_type == PACKET_HOST }
+    }
 }
 
 impl Skb<'_> {

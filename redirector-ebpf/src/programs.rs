@@ -8,7 +8,7 @@ use aya_ebpf::{
     programs::{SkLookupContext, TcContext},
 };
 use redirector_common::{
-    maps::{Decider, FLAG_OBSERVE},
+    maps::{Decider, FLAG_DNS_CAPTURE, FLAG_OBSERVE},
     net::Addr,
     verdict::{self, Choice, Counter, Egress, Lookup},
 };
@@ -50,7 +50,8 @@ pub fn redir_ingress(ctx: TcContext) -> i32 {
     let Some(pod) = Pod::own() else {
         return DROP;
     };
-    if Skb(&ctx).is_plain_later() {
+    // What arrives from behind the pod may be a later packet that is to be delivered here.
+    if !pod.entry.reroutes_any() && Skb(&ctx).is_plain_later() {
         count(pod.slot, Counter::IngressOther);
         return NEXT;
     }
@@ -83,10 +84,21 @@ fn lookup<const HAS_IFINDEX: bool>(ctx: &SkLookupContext) -> u32 {
     let Some(pod) = Pod::own() else {
         return SK_PASS;
     };
-    let Some(connection) = connection::<HAS_IFINDEX>(ctx.as_ptr().cast()) else {
+    let ctx_fields: *const bpf_sk_lookup = ctx.as_ptr().cast();
+    // SAFETY: the kernel passes a valid context; the field is read at its declared width.
+    let protocol = unsafe { (&raw const (*ctx_fields).protocol).read_volatile() };
+    let udp = protocol == IPPROTO_UDP;
+    // Nearly all datagrams are nobody's affair.
+    if udp && !pod.entry.has(FLAG_DNS_CAPTURE) || !udp && protocol != IPPROTO_TCP {
         return SK_PASS;
+    }
+    let connection = connection::<HAS_IFINDEX>(ctx_fields, pod);
+    let choice = if udp {
+        verdict::lookup_udp(&connection, pod.entry, &pod)
+    } else {
+        verdict::lookup(&connection, pod.entry, &pod)
     };
-    match verdict::lookup(&connection, pod.entry, &pod) {
+    match choice {
         Choice::Pass(counter) => {
             count(pod.slot, counter);
             SK_PASS
@@ -99,10 +111,12 @@ fn lookup<const HAS_IFINDEX: bool>(ctx: &SkLookupContext) -> u32 {
     }
 }
 
-/// Reads the program's context. Only TCP: the same ports of UDP are not ours.
+const IPPROTO_TCP: u32 = 6;
+const IPPROTO_UDP: u32 = 17;
+
+/// Reads the program's context.
 #[inline(always)]
-fn connection<const HAS_IFINDEX: bool>(ctx: *const bpf_sk_lookup) -> Option<Lookup> {
-    const IPPROTO_TCP: u32 = 6;
+fn connection<const HAS_IFINDEX: bool>(ctx: *const bpf_sk_lookup, pod: Pod) -> Lookup {
     const AF_INET: u32 = 2;
     const LOOPBACK_IFINDEX: u32 = 1;
     macro_rules! field {
@@ -127,20 +141,19 @@ fn connection<const HAS_IFINDEX: bool>(ctx: *const bpf_sk_lookup) -> Option<Look
             field!(remote_ip6[2]),
             field!(remote_ip6[3]),
         ];
-        if field!(protocol) != IPPROTO_TCP {
-            return None;
-        }
         let (local, remote) = if field!(family) == AF_INET {
             (Addr::from_v4_be(local_v4), Addr::from_v4_be(remote_v4))
         } else {
             (Addr(local_v6), Addr(remote_v6))
         };
-        Some(Lookup {
+        let device = if HAS_IFINDEX { field!(ingress_ifindex) } else { 0 };
+        Lookup {
             local,
             remote,
             local_port: field!(local_port) as u16,
             remote_port: u16::from_be(field!(remote_port)),
-            by_lo: HAS_IFINDEX && field!(ingress_ifindex) == LOOPBACK_IFINDEX,
-        })
+            by_lo: device == LOOPBACK_IFINDEX,
+            rerouted: pod.entry.reroutes(device),
+        }
     }
 }

@@ -17,7 +17,7 @@ use aya_ebpf::{
     programs::{SkLookupContext, TcContext},
 };
 use redirector_common::{
-    consts::{MARK_APP, MARK_LOOP, MARK_MASK, MARK_PROXY},
+    consts::{MARK_APP, MARK_LOOP, MARK_MASK, MARK_PROXY, Mark},
     maps::Listener,
     net::Addr,
     packet::{self, Bytes as _, ETH_HLEN, Parsed, TCP_ACK, TCP_RST, TcpMeta},
@@ -41,11 +41,7 @@ const LOOPBACK_IFINDEX: u32 = 1;
 /// Turns the packet back into the pod: marked, so that it is routed locally, and received by lo.
 #[inline(always)]
 pub(crate) fn turn_back(ctx: &TcContext) -> i32 {
-    // SAFETY: a valid context; `mark` may be written by TC programs.
-    unsafe {
-        let skb = ctx.skb.skb;
-        (*skb).mark = ((*skb).mark & !MARK_MASK) | MARK_LOOP.0;
-    }
+    mark(ctx, MARK_LOOP);
     // The frame is addressed to a neighbour; lo would drop it as somebody else's (PACKET_OTHERHOST). lo's own address is zero.
     if !store(ctx, 0, &[0_u8; 6]) {
         return DROP;
@@ -54,10 +50,20 @@ pub(crate) fn turn_back(ctx: &TcContext) -> i32 {
     unsafe { bpf_redirect(LOOPBACK_IFINDEX, u64::from(BPF_F_INGRESS)) as i32 }
 }
 
-/// Whether the pod's 15001 is there to take a connection.
+/// Sets our bits of the packet's mark.
 #[inline(always)]
-pub(crate) fn outbound_listener_exists(pod: Pod) -> bool {
-    with_listener(pod, Listener::Outbound, |_| ()).is_some()
+pub(crate) fn mark(ctx: &TcContext, mark: Mark) {
+    // SAFETY: a valid context; `mark` may be written by TC programs.
+    unsafe {
+        let skb = ctx.skb.skb;
+        (*skb).mark = ((*skb).mark & !MARK_MASK) | mark.0;
+    }
+}
+
+/// Whether a listener of the pod's is there.
+#[inline(always)]
+pub(crate) fn listener_exists(pod: Pod, listener: Listener) -> bool {
+    with_listener(pod, listener, |_| ()).is_some()
 }
 
 /// Gives the packet's connection to 15006; false if that is away.
@@ -240,7 +246,7 @@ pub(crate) fn refuse(ctx: &TcContext) -> i32 {
         let skb = ctx.skb.skb;
         let arriving = (*skb).ingress_ifindex == (*skb).ifindex;
         // What is sent back passes egress, which would give a reset without a socket to the proxy's dial that has its ends.
-        (*skb).mark = ((*skb).mark & !MARK_MASK) | MARK_PROXY.0;
+        mark(ctx, MARK_PROXY);
         bpf_redirect(
             (*skb).ifindex,
             if arriving { 0 } else { u64::from(BPF_F_INGRESS) },

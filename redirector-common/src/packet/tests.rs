@@ -126,7 +126,7 @@ fn more_extension_headers_than_are_walked_are_told_apart_from_other_protocols() 
         parse_frame(&v6(&nine, 6, &tcp_header(TCP_SYN))),
         Parsed::TooManyHeaders
     );
-    assert_eq!(parse_frame(&v6(&[options(60, 0)], 17, &[0; 8])), Parsed::Other);
+    assert_eq!(parse_frame(&v6(&[options(60, 0)], 58, &[0; 8])), Parsed::Other);
 }
 
 #[test]
@@ -150,7 +150,7 @@ fn later_fragments_have_no_tcp_header() {
 #[test]
 fn other_protocols_and_short_packets() {
     for (frame, expected) in [
-        (v4(0, 0, 17, &[0; 8]), Parsed::Other),
+        (v4(0, 0, 17, &[0; 3]), Parsed::Other),
         (v4(0, 0, 1, &[0; 8]), Parsed::Other),
         (v4(0, 0, 6, &[0; 19]), Parsed::Malformed),
         (v4(0, 0, 6, &[0; 20]), Parsed::Tcp(tcp(&v4(0, 0, 6, &[0; 20])))),
@@ -173,6 +173,40 @@ fn other_protocols_and_short_packets() {
     let mut arp = v4(0, 0, 6, &tcp_header(TCP_SYN));
     arp[12..14].copy_from_slice(&0x0806_u16.to_be_bytes());
     assert_eq!(parse_frame(&arp), Parsed::Other);
+}
+
+#[test]
+fn a_datagrams_ends_are_read_and_its_fragments_are_left_alone() {
+    let payload = [0x9c, 0x40, 0, 53, 0, 8, 0, 0];
+    for (frame, source, destination) in [
+        (v4(0, 0x4000, 17, &payload), "10.0.0.1", "10.0.0.2"),
+        (v4(3, 0, 17, &payload), "10.0.0.1", "10.0.0.2"),
+        (v6(&[], 17, &payload), "fd00::1", "fd00::2"),
+        (
+            v6(&[options(0, 1), options(60, 0)], 17, &payload),
+            "fd00::1",
+            "fd00::2",
+        ),
+        (v6(&[fragment(0, false)], 17, &payload), "fd00::1", "fd00::2"),
+    ] {
+        let Parsed::Udp(udp) = parse_frame(&frame) else {
+            panic!("{frame:02x?}")
+        };
+        assert_eq!(IpAddr::from(udp.source), source.parse::<IpAddr>().unwrap());
+        assert_eq!(
+            IpAddr::from(udp.destination),
+            destination.parse::<IpAddr>().unwrap()
+        );
+        assert_eq!((udp.destination_port, udp.v4), (53, source.contains('.')));
+    }
+    for frame in [
+        v4(0, 0x2000, 17, &payload),
+        v4(0, 100, 17, &payload),
+        v6(&[fragment(0, true)], 17, &payload),
+        v6(&[fragment(100, false)], 17, &payload),
+    ] {
+        assert_eq!(parse_frame(&frame), Parsed::Other, "{frame:02x?}");
+    }
 }
 
 #[test]

@@ -9,7 +9,9 @@ use crate::{
     rules::{EXCLUDED, Match, Subject, bits},
 };
 
+mod dns;
 mod probes;
+mod reroute;
 
 /// Port 9 is left alone, if the pod's entry says that there are rules.
 impl Rules for [Addr] {
@@ -62,6 +64,8 @@ fn tcp(source: &str, source_port: u16, destination: &str, destination_port: u16,
     })
 }
 
+const CAPTURE: Egress = Egress::Capture(Listener::Outbound);
+
 const SOCKET: Sender = Sender {
     has_socket: true,
     has_proxy_mark: false,
@@ -107,35 +111,35 @@ fn egress_table() {
             tcp(POD_V4, 4000, FAR_V4, 80, TCP_SYN),
             SOCKET,
             0,
-            Egress::Capture,
+            CAPTURE,
         ),
         (
             "a new connection",
             tcp(POD_V6, 4000, FAR_V6, 80, TCP_SYN),
             SOCKET,
             0,
-            Egress::Capture,
+            CAPTURE,
         ),
         (
             "one to HBONE is no exception",
             tcp(POD_V4, 4000, FAR_V4, 15008, TCP_SYN),
             SOCKET,
             0,
-            Egress::Capture,
+            CAPTURE,
         ),
         (
             "a mark lets no SYN out",
             tcp(POD_V4, 4000, FAR_V4, 80, TCP_SYN),
             MARKED,
             0,
-            Egress::Capture,
+            CAPTURE,
         ),
         (
             "raw SYN, own address",
             tcp(POD_V4, 4000, FAR_V4, 80, TCP_SYN),
             NO_SOCKET,
             0,
-            Egress::Capture,
+            CAPTURE,
         ),
         (
             "forwarded",
@@ -396,6 +400,7 @@ fn connection(local: &str, local_port: u16, remote: &str, remote_port: u16, by_l
         local_port,
         remote_port,
         by_lo,
+        rerouted: false,
     }
 }
 
@@ -576,10 +581,14 @@ proptest! {
             asked = ingress_by_origin(false, remote_port, &entry);
         }
         match asked {
-            Ingress::AskSocketTable | Ingress::AskOrigin | Ingress::Probe => prop_assert!(false, "{asked:?}"),
+            Ingress::AskSocketTable
+            | Ingress::AskOrigin
+            | Ingress::Probe
+            | Ingress::Reroute
+            | Ingress::AskFarEnd => prop_assert!(false, "{asked:?}"),
             Ingress::Drop(_) | Ingress::Refuse(_) | Ingress::AssignInbound => {}
             Ingress::Pass(_) => {
-                let connection = Lookup { local, remote, local_port, remote_port, by_lo: false };
+                let connection = Lookup { local, remote, local_port, remote_port, by_lo: false, rerouted: false };
                 let choice = lookup(&connection, &entry, own.as_slice());
                 prop_assert!(matches!(choice, Choice::Assign(..)), "{choice:?}");
             }
@@ -598,7 +607,7 @@ proptest! {
         for has_socket in [true, false] {
             let sender = Sender { has_socket, has_proxy_mark };
             let verdict = egress(&packet, sender, &pod(0), own().as_slice());
-            prop_assert!(matches!(verdict, Egress::Capture | Egress::Refuse(_)), "{:?}", verdict);
+            prop_assert!(matches!(verdict, Egress::Capture(_) | Egress::Refuse(_)), "{:?}", verdict);
         }
     }
 }
@@ -619,7 +628,7 @@ fn rules_leave_connections_alone() {
             let expected = if alone {
                 Egress::Pass(Counter::EgressExcluded)
             } else {
-                Egress::Capture
+                CAPTURE
             };
             assert_eq!(out, expected);
             // From the range that the proxy dials from, too.
@@ -633,6 +642,7 @@ fn rules_leave_connections_alone() {
                     local_port: port,
                     remote_port,
                     by_lo: false,
+                    rerouted: false,
                 };
                 let passed = matches!(lookup(&connection, &entry, own.as_slice()), Choice::Pass(_));
                 let taken_for_the_proxy =
@@ -657,6 +667,7 @@ fn a_gateway_takes_hbone_alone() {
                 local_port: port,
                 remote_port: 1000,
                 by_lo: false,
+                rerouted: false,
             };
             assert_eq!(lookup(&connection, &pod(flags), own.as_slice()), expected);
         }
@@ -671,6 +682,6 @@ fn a_gateway_takes_hbone_alone() {
             &pod(flags),
             own.as_slice(),
         );
-        assert_eq!(out, Egress::Capture);
+        assert_eq!(out, CAPTURE);
     }
 }

@@ -38,7 +38,7 @@ use crate::{
 /// Why a connection goes nowhere.
 #[derive(Debug, thiserror::Error)]
 enum Error {
-    #[error("{0} is not an address of this pod")]
+    #[error("{0} is neither an address of this pod nor of anybody whose traffic it reroutes")]
     Stranger(SocketAddr),
     #[error("cannot tell where the connection was going")]
     OriginalDst(#[source] io::Error),
@@ -54,8 +54,9 @@ enum Error {
 pub(super) async fn connection(pod: Arc<Pod>, application: TcpStream, peer: SocketAddr) {
     let application = Leg::new(application);
     let mut record = Record::new(pod.shared.metrics.clone(), Direction::Outbound, peer);
-    // The listener is open to all that reach the pod; the pod's identity is for the pod alone.
-    if !pod.has_address(peer.ip()) {
+    // The listener is open to all that reach the pod; the pod's identity is for the pod alone, and those for whom it answers.
+    let rerouted = || pod.shared.redirector.is_rerouted(application.as_fd());
+    if !pod.has_address(peer.ip()) && !rerouted().unwrap_or(false) {
         return record.fail(&Error::Stranger(peer));
     }
     let destination = match pod.shared.redirector.original_dst(application.as_fd()) {

@@ -93,6 +93,10 @@ pub trait Redirector: Send + Sync {
     /// Where the client of an accepted connection wanted to go: an error, never a guess.
     fn original_dst(&self, connection: BorrowedFd<'_>) -> io::Result<SocketAddr>;
 
+    /// Whether an accepted outbound connection is of somebody behind the pod, by one of the interfaces that its rules name. Its client
+    /// has an address that is not the pod's.
+    fn is_rerouted(&self, connection: BorrowedFd<'_>) -> io::Result<bool>;
+
     /// What the pod's programs have counted; nothing for a backend without programs.
     fn counts(&self, uid: &PodUid) -> Result<Vec<Count>, Error>;
 

@@ -90,6 +90,10 @@ impl Redirector for Moved {
         self.now.original_dst(connection)
     }
 
+    fn is_rerouted(&self, connection: BorrowedFd<'_>) -> io::Result<bool> {
+        self.now.is_rerouted(connection)
+    }
+
     fn counts(&self, uid: &PodUid) -> Result<Vec<Count>, Error> {
         self.now.counts(uid)
     }

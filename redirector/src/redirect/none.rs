@@ -36,6 +36,10 @@ impl Redirector for NoRedirect {
         Ok(())
     }
 
+    fn is_rerouted(&self, _: BorrowedFd<'_>) -> io::Result<bool> {
+        Ok(false)
+    }
+
     fn counts(&self, _uid: &PodUid) -> Result<Vec<Count>, Error> {
         Ok(Vec::new())
     }

@@ -8,7 +8,7 @@ use serde::{
     de::{Error as _, SeqAccess, Visitor},
 };
 
-use super::rules::{InvalidList, Lists, Networks, Ports, Rules};
+use super::rules::{Interfaces, InvalidList, Lists, Networks, Ports, Rules};
 
 /// Rules as one place gives them.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -41,6 +41,12 @@ pub struct Overrides {
     /// Capture nothing inbound but HBONE.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bypass_inbound_capture: Option<bool>,
+    /// The pod's DNS goes to the listeners of port 15053 in the pod.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub dns_capture: Option<bool>,
+    /// What arrives by these interfaces of the pod is outbound.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reroute_virtual_interfaces: Option<Interfaces>,
 }
 
 /// Before the names of our own annotations.
@@ -73,6 +79,10 @@ impl Overrides {
             include_inbound_networks: self.include_inbound_networks.or(weaker.include_inbound_networks),
             exclude_inbound_networks: self.exclude_inbound_networks.or(weaker.exclude_inbound_networks),
             bypass_inbound_capture: self.bypass_inbound_capture.or(weaker.bypass_inbound_capture),
+            dns_capture: self.dns_capture.or(weaker.dns_capture),
+            reroute_virtual_interfaces: self
+                .reroute_virtual_interfaces
+                .or(weaker.reroute_virtual_interfaces),
         }
     }
 
@@ -92,6 +102,11 @@ impl Overrides {
             include_inbound_networks: list(annotations, "include-inbound-networks")?,
             exclude_inbound_networks: list(annotations, "exclude-inbound-networks")?,
             bypass_inbound_capture: switch(annotations, "ambient.istio.io/bypass-inbound-capture"),
+            dns_capture: switch(annotations, "ambient.istio.io/dns-capture"),
+            reroute_virtual_interfaces: parsed(
+                annotations,
+                "istio.io/reroute-virtual-interfaces".to_owned(),
+            )?,
         })
     }
 
@@ -111,6 +126,8 @@ impl Overrides {
                 not_networks: self.exclude_inbound_networks.unwrap_or_default(),
             },
             bypass_inbound: self.bypass_inbound_capture.unwrap_or_default(),
+            dns_capture: self.dns_capture.unwrap_or_default(),
+            reroute_interfaces: self.reroute_virtual_interfaces.unwrap_or_default(),
         }
     }
 }
@@ -119,7 +136,13 @@ fn list<T: FromStr<Err = InvalidList>>(
     annotations: &BTreeMap<String, String>,
     name: &str,
 ) -> Result<Option<T>, InvalidAnnotation> {
-    let name = format!("{PREFIX}{name}");
+    parsed(annotations, format!("{PREFIX}{name}"))
+}
+
+fn parsed<T: FromStr<Err = InvalidList>>(
+    annotations: &BTreeMap<String, String>,
+    name: String,
+) -> Result<Option<T>, InvalidAnnotation> {
     let parsed = annotations.get(&name).map(|text| text.parse()).transpose();
     parsed.map_err(|source| InvalidAnnotation { name, source })
 }
@@ -157,7 +180,7 @@ macro_rules! as_list {
     };
 }
 
-as_list!(Ports, Networks);
+as_list!(Ports, Networks, Interfaces);
 
 /// Reads a list's text.
 struct Items<T>(PhantomData<T>);
@@ -213,13 +236,16 @@ mod tests {
             ("redirector.io/exclude-outbound-ports", "3306,5000-5010"),
             ("redirector.io/include-inbound-networks", ""),
             ("ambient.istio.io/bypass-inbound-capture", "T"),
+            ("ambient.istio.io/dns-capture", "true"),
+            ("istio.io/reroute-virtual-interfaces", "k6t-eth0,docker0"),
             ("other.example/exclude-outbound-ports", "x"),
         ]));
         let rules = said.unwrap().into_rules();
         assert_eq!(rules.outbound.not_ports.to_string(), "3306,5000-5010");
         assert_eq!(rules.inbound.only_networks, Some(Networks::default()));
         assert_eq!(rules.inbound.only_ports, None);
-        assert!(rules.bypass_inbound);
+        assert!(rules.bypass_inbound && rules.dns_capture);
+        assert_eq!(rules.reroute_interfaces.0, ["k6t-eth0", "docker0"]);
     }
 
     #[test]

@@ -31,6 +31,8 @@ pub(super) struct Routing {
     pub(super) priority: u32,
     /// The marks of the packets that it is for, under [`MARK_MASK`].
     pub(super) marks: &'static [Mark],
+    /// The mark of packets for which it is on some interfaces only, as they arrive there.
+    pub(super) arriving: Option<Mark>,
     /// Switches; which ones were changed is told by a bit each, in this order.
     pub(super) sysctls: &'static [Sysctl],
 }
@@ -58,6 +60,9 @@ fn digit(value: bool) -> &'static str {
 
 /// lo's, in every namespace.
 const LOOPBACK_IFINDEX: u32 = 1;
+
+/// Most rules for interfaces that are removed, per family: the pod's present ones, and those of earlier rules.
+const MAX_INTERFACE_RULES: usize = 1024;
 
 impl Routing {
     /// Sets the sysctls; those of IPv6 as well if the pod has IPv6 addresses. Returns which ones it changed.
@@ -109,11 +114,20 @@ impl Routing {
     /// many there were not.
     ///
     /// What it looks at is what the kernel would do with such a packet, which costs the same however many rules and routes
-    /// others have, and tells of a route or a rule of theirs that comes before ours as well.
-    pub(super) fn add(&self, v6: bool) -> Result<usize, Error> {
+    /// others have, and tells of a route or a rule of theirs that comes before ours as well. The rules of the `interfaces`, those of
+    /// [`Self::arriving`], are added in any case; the interfaces need not be there.
+    pub(super) fn add(&self, v6: bool, interfaces: &[String]) -> Result<usize, Error> {
         let mut netlink = open()?;
         let mut added = 0;
         for family in families(v6) {
+            for (interface, mark) in interfaces.iter().zip(self.arriving.iter().cycle()) {
+                let mut rule = self.rule(family, *mark);
+                rule.attributes.push(RuleAttribute::Iifname(interface.clone()));
+                let result = netlink.change(RouteNetlinkMessage::NewRule(rule), NLM_F_CREATE | NLM_F_EXCL);
+                added += usize::from(was_absent(result, || {
+                    format!("adding the rule for what arrives by {interface}")
+                })?);
+            }
             let undelivered = |netlink: &mut Netlink| {
                 let marks = self.marks.iter();
                 marks
@@ -179,6 +193,16 @@ impl Routing {
                 errors.extend(unless_absent(netlink.change(rule, 0), || {
                     format!("removing the rule for mark {:#x}", mark.0)
                 }));
+            }
+            // A rule that is named without an interface stands for those of any.
+            for mark in self.arriving.iter().cycle().take(MAX_INTERFACE_RULES) {
+                let rule = RouteNetlinkMessage::DelRule(self.rule(family, *mark));
+                if let Err(error) = netlink.change(rule, 0) {
+                    errors.extend(unless_absent(Err(error), || {
+                        "removing a rule for what arrives by an interface".to_owned()
+                    }));
+                    break;
+                }
             }
             let route = RouteNetlinkMessage::DelRoute(self.local_default(family));
             errors.extend(unless_absent(netlink.change(route, 0), || {

@@ -16,6 +16,11 @@ pub struct Rules {
     pub inbound: Lists,
     /// Nothing inbound is captured but HBONE: for ingress gateways.
     pub bypass_inbound: bool,
+    /// DNS that the pod sends, UDP and TCP to port 53, goes to the listeners of port 15053 in the pod, whatever the lists say.
+    pub dns_capture: bool,
+    /// Names of interfaces of the pod behind which others are, e.g. a virtual machine: what arrives there on its way to elsewhere is
+    /// outbound.
+    pub reroute_interfaces: Interfaces,
 }
 
 impl Rules {
@@ -66,6 +71,10 @@ pub struct Ports(pub Vec<RangeInclusive<u16>>);
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 pub struct Networks(pub Vec<IpNet>);
 
+/// Names of interfaces, as text: `k6t-eth0,docker0`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
+pub struct Interfaces(pub Vec<String>);
+
 /// Why a text is no list.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum InvalidList {
@@ -75,6 +84,9 @@ pub enum InvalidList {
     /// Not a network.
     #[error("{0:?} is neither an address nor a network like 10.0.0.0/8")]
     Network(String),
+    /// Not an interface's name.
+    #[error("{0:?} can't be the name of an interface: 1 to 15 bytes without blanks, slashes and colons")]
+    Interface(String),
 }
 
 impl FromStr for Ports {
@@ -90,6 +102,25 @@ impl FromStr for Networks {
 
     fn from_str(text: &str) -> Result<Self, InvalidList> {
         items(text).map(network).collect::<Result<_, _>>().map(Self)
+    }
+}
+
+impl FromStr for Interfaces {
+    type Err = InvalidList;
+
+    fn from_str(text: &str) -> Result<Self, InvalidList> {
+        let mut names = Vec::new();
+        for name in items(text) {
+            // As the kernel's dev_valid_name has it; IFNAMSIZ is 16 with the zero at the end.
+            let bad = |c: char| c == '/' || c == ':' || c.is_whitespace();
+            if name.len() > 15 || name == "." || name == ".." || name.contains(bad) {
+                return Err(InvalidList::Interface(name.to_owned()));
+            }
+            if !names.iter().any(|known| known == name) {
+                names.push(name.to_owned());
+            }
+        }
+        Ok(Self(names))
     }
 }
 
@@ -141,6 +172,12 @@ impl fmt::Display for Ports {
     }
 }
 
+impl fmt::Display for Interfaces {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0.join(","))
+    }
+}
+
 impl fmt::Display for Networks {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let texts: Vec<_> = self.0.iter().map(IpNet::to_string).collect();
@@ -171,6 +208,8 @@ mod tests {
         ] {
             assert_eq!(text.parse::<Networks>().unwrap().to_string(), written);
         }
+        let interfaces: Interfaces = "k6t-eth0, docker0,,docker0".parse().unwrap();
+        assert_eq!(interfaces.to_string(), "k6t-eth0,docker0");
     }
 
     #[test]
@@ -186,6 +225,12 @@ mod tests {
             "10.0.0.0-10.0.0.9",
         ] {
             assert_eq!(bad.parse::<Networks>(), Err(InvalidList::Network(bad.to_owned())));
+        }
+        for bad in ["a/b", "eth0:1", "a b", "..", "sixteen-letters-"] {
+            assert_eq!(
+                bad.parse::<Interfaces>(),
+                Err(InvalidList::Interface(bad.to_owned()))
+            );
         }
     }
 }

@@ -1,6 +1,6 @@
 //! The interfaces of a network namespace, and their addresses.
 
-use std::{collections::BTreeMap, io, net::IpAddr};
+use std::{collections::BTreeMap, fs, io, net::IpAddr};
 
 use nix::{
     ifaddrs::getifaddrs,
@@ -56,6 +56,38 @@ pub fn interfaces() -> io::Result<Vec<Interface>> {
     Ok(interfaces)
 }
 
+/// Names of the interfaces by which the calling thread's network namespace has a default route, in its main tables.
+///
+/// # Errors
+/// Those of reading `/proc/thread-self/net`.
+pub fn with_default_route() -> io::Result<Vec<String>> {
+    let mut names = Vec::new();
+    // The columns of a destination and its length, and where the name is: proc_pid_net(5), net/ipv6/route.c.
+    for (file, zeros, name) in [("route", [1, 7], 0), ("ipv6_route", [0, 1], 9)] {
+        let table = match fs::read_to_string(format!("/proc/thread-self/net/{file}")) {
+            Ok(table) => table,
+            // A kernel without IPv6.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+            Err(error) => return Err(error),
+        };
+        names.extend(default_routes(&table, zeros, name));
+    }
+    Ok(names)
+}
+
+fn default_routes(table: &str, zeros: [usize; 2], name: usize) -> impl Iterator<Item = String> {
+    table.lines().filter_map(move |line| {
+        let fields: Vec<_> = line.split_ascii_whitespace().collect();
+        let zero = |at: usize| {
+            fields
+                .get(at)
+                .is_some_and(|text| text.bytes().all(|byte| byte == b'0'))
+        };
+        let default = zeros.into_iter().all(zero);
+        default.then(|| fields.get(name).copied().map(str::to_owned))?
+    })
+}
+
 /// An address of an interface.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct InterfaceAddress {
@@ -109,6 +141,21 @@ mod tests {
         let lo = found.iter().find(|interface| interface.loopback).unwrap();
         assert_eq!((lo.name.as_str(), lo.index), ("lo", 1));
         assert!(lo.addresses.contains(&"127.0.0.1".parse().unwrap()));
+    }
+
+    #[test]
+    fn default_routes_are_told_from_others() {
+        let v4 = "Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT\n\
+                  eth0\t00000000\t01004D0A\t0003\t0\t0\t0\t00000000\t0\t0\t0\n\
+                  virt0\t0000580A\t00000000\t0001\t0\t0\t0\t00FFFFFF\t0\t0\t0\n";
+        assert_eq!(default_routes(v4, [1, 7], 0).collect::<Vec<_>>(), ["eth0"]);
+        let zeros = "0".repeat(32);
+        let line = |to: &str, bits: &str, name: &str| {
+            format!("{to} {bits} {zeros} 00 {zeros} 00000400 00000001 00000000 00450003 {name:>8}\n")
+        };
+        let v6 = line(&zeros, "00", "eth0") + &line(&format!("fd88{}", &zeros[4..]), "40", "virt0");
+        assert_eq!(default_routes(&v6, [0, 1], 9).collect::<Vec<_>>(), ["eth0"]);
+        assert!(with_default_route().is_ok());
     }
 
     #[test]

@@ -4,6 +4,7 @@ pub mod bpf;
 pub mod cgroups;
 pub mod follow;
 pub mod interfaces;
+pub mod listening;
 pub mod lock;
 pub mod netlink;
 pub mod netns;

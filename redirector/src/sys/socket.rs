@@ -195,6 +195,14 @@ pub fn cookie(socket: BorrowedFd<'_>) -> io::Result<u64> {
     SockRef::from(&socket).cookie()
 }
 
+/// The socket's mark: of an accepted one, where the namespace says so (`tcp_fwmark_accept`), that of the packet that opened it.
+///
+/// # Errors
+/// Those of getsockopt(2).
+pub fn mark(socket: BorrowedFd<'_>) -> io::Result<u32> {
+    SockRef::from(&socket).mark()
+}
+
 /// The connection's end on this side (getsockname); `::ffff:a.b.c.d` is `a.b.c.d`.
 pub fn local_addr(connection: BorrowedFd<'_>) -> io::Result<SocketAddr> {
     let address = SockRef::from(&connection).local_addr()?;

@@ -92,6 +92,10 @@ impl Redirector for World {
         self.step("release", &pod.uid)
     }
 
+    fn is_rerouted(&self, _: BorrowedFd<'_>) -> io::Result<bool> {
+        Ok(false)
+    }
+
     fn counts(&self, _: &PodUid) -> Result<Vec<Count>, redirect::Error> {
         unreachable!()
     }

@@ -21,6 +21,8 @@ pub(super) struct Known {
     pub(super) pod: PodNetwork,
     /// Where it is pinned.
     pub(super) directory: PathBuf,
+    /// Its slot.
+    pub(super) slot: u32,
     /// All that were there.
     pub(super) interfaces: Vec<Interface>,
     /// Those that the programs are on.

@@ -4,8 +4,10 @@
 //! - `object`: the embedded object and its loading
 //! - `store`: the maps, and the pods' slots in them
 //! - `trie`: rules as the programs look them up
+//! - `dns`: the DNS listeners of a pod, of whatever process
 //! - `hooks`: TC and SK_LOOKUP attachment; `filters`: others' clsact filters, and ours among them
 //! - `nsid`: the id of the node's namespace in the pod's
+//! - `reroute`: interfaces of which what arrives is outbound
 //! - `routes`: which policy routes and sysctls it wants in the pod
 //! - `look`: whether a pod is still as it was left
 //! - [`leftovers`]: what is left of all that, and its removal
@@ -13,6 +15,7 @@
 //! - [`observe`]: the programs on a namespace without a proxy
 //! - [`trace`]: debug records of the programs
 
+mod dns;
 mod filters;
 mod hooks;
 pub mod leftovers;
@@ -21,6 +24,7 @@ mod nsid;
 pub mod object;
 pub mod observe;
 mod pins;
+mod reroute;
 mod routes;
 mod store;
 pub mod trace;
@@ -37,10 +41,10 @@ use std::{
 
 use aya::{maps::MapData, programs::SchedClassifier};
 use redirector_common::{
-    consts::{MARK_APP, MARK_PROXY},
+    consts::{MARK_APP, MARK_MASK, MARK_PROXY, MARK_REROUTED},
     maps::{
-        self as layout, FLAG_ADDED_CLSACT, FLAG_BYPASS_INBOUND, FLAG_CLSACT, FLAG_LOOKUP_HAS_IFINDEX,
-        FLAG_RELEASING, FLAG_TRACE, MAX_ADDRESSES, PodEntry, Tag,
+        self as layout, FLAG_ADDED_CLSACT, FLAG_BYPASS_INBOUND, FLAG_CLSACT, FLAG_DNS_CAPTURE,
+        FLAG_LOOKUP_HAS_IFINDEX, FLAG_RELEASING, FLAG_TRACE, MAX_ADDRESSES, MAX_REROUTED, PodEntry, Tag,
     },
 };
 
@@ -62,7 +66,7 @@ use super::{
 use crate::{
     mesh::pod::PodUid,
     sys::{
-        interfaces::{Interface, interfaces},
+        interfaces::{Interface, interfaces, with_default_route},
         netlink::Netlink,
         netns::Netns,
         socket,
@@ -118,6 +122,8 @@ struct Probers {
 struct Plan {
     all_interfaces: Vec<Interface>,
     interfaces: Vec<Interface>,
+    /// Those of `interfaces` of which what arrives is outbound.
+    rerouted: Vec<Interface>,
     addresses: Vec<IpAddr>,
     v6: bool,
     rules: Compiled,
@@ -176,10 +182,10 @@ impl Ebpf {
     }
 
     fn plan(pod: &PodNetwork) -> Result<Plan, Error> {
-        let found = pod
+        let (found, outward) = pod
             .netns
-            .run(interfaces)
-            .and_then(|interfaces| interfaces)
+            .run(|| Ok((interfaces()?, with_default_route()?)))
+            .and_then(|result| result)
             .map_err(|error| Error::new(format!("reading the interfaces of {}", pod.netns.id()), error))?;
         let mut addresses = pod.addresses.clone();
         addresses.extend(found.iter().flat_map(|interface| &interface.addresses));
@@ -202,9 +208,14 @@ impl Ebpf {
                 addresses.len()
             ));
         }
+        let rerouted = match reroute::chosen(&pod.rules.reroute_interfaces, &found, &outward) {
+            Ok(rerouted) => rerouted,
+            Err(text) => return refused(text),
+        };
         let mut interfaces = Vec::new();
         for interface in found.clone() {
-            if interface.loopback || interface.addresses.is_empty() {
+            let unused = interface.addresses.is_empty() && !rerouted.contains(&interface);
+            if interface.loopback || unused {
                 continue;
             }
             if !interface.ethernet {
@@ -229,6 +240,7 @@ impl Ebpf {
         Ok(Plan {
             all_interfaces: found,
             interfaces,
+            rerouted,
             addresses,
             v6,
             rules: Compiled::of(&pod.rules),
@@ -245,15 +257,21 @@ impl Ebpf {
         Ok(asked? + 1)
     }
 
-    fn entry(&self, pod: &PodNetwork, changed_sysctls: u32, node_nsid: u32) -> PodEntry {
+    fn entry(&self, pod: &PodNetwork, plan: &Plan, changed_sysctls: u32, node_nsid: u32) -> PodEntry {
         let flag = |on: bool, flag: u32| if on { flag } else { 0 };
+        let mut rerouted = [0; MAX_REROUTED];
+        for (place, interface) in rerouted.iter_mut().zip(&plan.rerouted) {
+            *place = interface.index;
+        }
         PodEntry {
             netns_ino: pod.netns.id().ino,
             flags: flag(self.object.dial_rule == DialRule::Device, FLAG_LOOKUP_HAS_IFINDEX)
                 | flag(self.tc_mode == TcMode::Clsact, FLAG_CLSACT)
-                | flag(pod.rules.bypass_inbound, FLAG_BYPASS_INBOUND),
+                | flag(pod.rules.bypass_inbound, FLAG_BYPASS_INBOUND)
+                | flag(pod.rules.dns_capture, FLAG_DNS_CAPTURE),
             changed_sysctls,
             node_nsid,
+            rerouted,
             ..bytemuck::Zeroable::zeroed()
         }
     }
@@ -276,7 +294,7 @@ impl Ebpf {
             return Ok(None);
         }
         let before = self.store().entry(instance.slot)?;
-        let entry = self.entry(pod, before.changed_sysctls, self.node_nsid(&pod.netns)?);
+        let entry = self.entry(pod, plan, before.changed_sysctls, self.node_nsid(&pod.netns)?);
         let comparable = |e: &PodEntry| (e.netns_ino, e.flags & (FLAG_LOOKUP_HAS_IFINDEX | FLAG_CLSACT));
         if comparable(&before) != comparable(&entry) {
             tracing::info!(uid = %pod.uid, ?before, wanted = ?entry, "replacing an instance of another kind or namespace");
@@ -286,8 +304,12 @@ impl Ebpf {
             tracing::warn!(uid = %pod.uid, "hooks or pins of the capture are gone, or the pod has new interfaces: attaching anew");
             return Ok(None);
         };
+        self.give_dns(pod, plan, instance.slot, before.has(FLAG_DNS_CAPTURE))?;
         let (changed, added) = in_netns(&pod.netns, || {
-            Ok((ROUTING.set_sysctls(plan.v6)?, ROUTING.add(plan.v6)?))
+            Ok((
+                ROUTING.set_sysctls(plan.v6)?,
+                ROUTING.add(plan.v6, &pod.rules.reroute_interfaces.0)?,
+            ))
         })?;
         if changed != 0 || added != 0 {
             tracing::warn!(uid = %pod.uid, added, "rules, routes or sysctls of the capture were gone, and are put back");
@@ -315,6 +337,8 @@ impl Ebpf {
         before: Option<&PodEntry>,
     ) -> Result<Programs, Error> {
         let directory = instance.directory();
+        let had_dns = before.is_some_and(|before| before.has(FLAG_DNS_CAPTURE));
+        self.give_dns(pod, plan, instance.slot, had_dns)?;
         let mut ebpf = self.object.load(instance.slot)?;
         self.object.load_own(&mut ebpf)?;
         fs::create_dir(&directory)
@@ -334,7 +358,7 @@ impl Ebpf {
             Ok((changed, added))
         })?;
         let changed_before = before.map_or(0, |before| before.changed_sysctls);
-        let mut entry = self.entry(pod, changed | changed_before, node_nsid);
+        let mut entry = self.entry(pod, plan, changed | changed_before, node_nsid);
         if added_clsact || before.is_some_and(|before| before.has(FLAG_ADDED_CLSACT)) {
             entry.flags |= FLAG_ADDED_CLSACT;
         }
@@ -344,7 +368,9 @@ impl Ebpf {
             store.set_addresses(instance.slot, &plan.addresses)?;
             store.set_listeners(instance.slot, listeners)?;
         }
-        in_netns(&pod.netns, || ROUTING.add(plan.v6))?;
+        in_netns(&pod.netns, || {
+            ROUTING.add(plan.v6, &pod.rules.reroute_interfaces.0)
+        })?;
         hooks::attach_lookup(&mut ebpf, self.object.dial_rule, &pod.netns)?.keep(&directory)?;
         in_netns(&pod.netns, || {
             for interface in &plan.interfaces {
@@ -488,7 +514,10 @@ impl Redirector for Ebpf {
     fn attach(&self, pod: &PodNetwork, listeners: Listeners<'_>) -> Result<(), Error> {
         let listening = look::cookies(listeners)?;
         let known = self.known().get(&pod.uid).map(Arc::clone);
-        if known.is_some_and(|known| known.still_holds(pod, listening, self.tc_mode)) {
+        if let Some(known) = known
+            && known.still_holds(pod, listening, self.tc_mode)
+            && self.still_has_dns(pod, known.slot)?
+        {
             return Ok(());
         }
         self.known().remove(&pod.uid);
@@ -501,6 +530,7 @@ impl Redirector for Ebpf {
         let known = Known {
             pod: pod.clone(),
             directory: instance.directory(),
+            slot: instance.slot,
             interfaces: plan.all_interfaces,
             captured: plan.interfaces,
             v6: plan.v6,
@@ -553,6 +583,11 @@ impl Redirector for Ebpf {
     fn original_dst(&self, connection: BorrowedFd<'_>) -> io::Result<SocketAddr> {
         // The socket was made for the packet as it was sent: its local end is the destination.
         socket::local_addr(connection)
+    }
+
+    fn is_rerouted(&self, connection: BorrowedFd<'_>) -> io::Result<bool> {
+        // Taken over from its SYN, which nobody but the ingress program of such an interface marks so: packets arrive without a mark.
+        Ok(socket::mark(connection)? & MARK_MASK == MARK_REROUTED.0)
     }
 
     fn counts(&self, uid: &PodUid) -> Result<Vec<Count>, Error> {

@@ -1,7 +1,7 @@
 //! What the eBPF backend wants of a pod's routes and sysctls: marked packets are delivered to the pod itself, and answers take the
 //! mark of what they answer.
 
-use redirector_common::consts::{MARK_APP, MARK_LOOP, ROUTE_TABLE, RULE_PRIORITY};
+use redirector_common::consts::{MARK_APP, MARK_LOOP, MARK_REROUTED, ROUTE_TABLE, RULE_PRIORITY};
 
 use crate::redirect::routes::{Routing, Sysctl};
 
@@ -10,6 +10,7 @@ pub(super) const ROUTING: Routing = Routing {
     table: ROUTE_TABLE,
     priority: RULE_PRIORITY,
     marks: &[MARK_LOOP, MARK_APP],
+    arriving: Some(MARK_REROUTED),
     sysctls: &[
         // The application's accepted sockets take the mark of the proxy's dial, so that their answers come back by lo.
         sysctl("net/ipv4/tcp_fwmark_accept", true, false),

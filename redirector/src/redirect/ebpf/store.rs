@@ -4,7 +4,7 @@
 use std::{
     collections::{BTreeSet, HashMap},
     net::IpAddr,
-    os::fd::{AsRawFd, BorrowedFd},
+    os::fd::{AsFd, AsRawFd, BorrowedFd},
 };
 
 use aya::maps::{MapData, MapError, SockMap};
@@ -19,7 +19,7 @@ use redirector_common::{
 };
 
 use super::{
-    open_map,
+    dns, open_map,
     pins::Build,
     trie::{Compiled, Prefix},
 };
@@ -28,7 +28,7 @@ use crate::{
         Count, Error, Listeners,
         maps::{AddressMap, CounterMap, PodMap, RuleMap},
     },
-    sys::socket,
+    sys::{listening::Listening, socket},
 };
 
 /// The maps, and who has which slot.
@@ -49,6 +49,10 @@ struct Held {
     rules: Option<Compiled>,
     /// Keys in the trie, of whatever generation.
     keys: Vec<(u32, RuleKey)>,
+    /// What waited on the DNS port when its listeners were last looked for.
+    dns_candidates: Option<Vec<Listening>>,
+    /// The DNS listeners that the slot has been given, by socket cookie.
+    dns: HashMap<u32, u64>,
     /// The listeners that the slot has been given, by socket cookie. The same socket is never put into its place again: kernels
     /// differ in what that leaves of the link by which a socket leaves the map when it closes.
     listeners: Option<[u64; 3]>,
@@ -146,7 +150,8 @@ impl Store {
             note(self.rules.remove(length, key));
         }
         // Listeners leave the map as they close; those of an agent that lives on are taken out.
-        for listener in [Listener::Outbound, Listener::Inbound, Listener::Hbone] {
+        let own = [Listener::Outbound, Listener::Inbound, Listener::Hbone];
+        for listener in own.into_iter().chain(dns::PLACES) {
             let _ = self.listeners.clear_index(&listener_index(slot, listener));
         }
         errors
@@ -251,6 +256,45 @@ impl Store {
                 })?;
         }
         held.listeners = Some(cookies);
+        Ok(())
+    }
+
+    /// What waited on the DNS port when the slot was given its DNS listeners; `None` if it was not.
+    pub(super) fn dns_candidates(&self, slot: u32) -> Option<&[Listening]> {
+        self.slots.get(&slot)?.dns_candidates.as_deref()
+    }
+
+    /// Makes a pod have exactly these DNS listeners.
+    pub(super) fn set_dns(
+        &mut self,
+        slot: u32,
+        candidates: Option<Vec<Listening>>,
+        sockets: &dns::Sockets,
+    ) -> Result<(), Error> {
+        let held = self.slots.entry(slot).or_default();
+        for place in dns::PLACES {
+            let index = listener_index(slot, place);
+            let socket = sockets.iter().find(|(wanted, _)| *wanted == place);
+            let cookie = socket
+                .map(|(_, socket)| socket::cookie(socket.as_fd()))
+                .transpose()
+                .map_err(|error| Error::new("reading a listener's cookie", error))?;
+            if cookie.is_some() && held.dns.get(&index) == cookie.as_ref() {
+                continue;
+            }
+            // The same socket is never put over itself: see `Held::listeners`.
+            let _ = self.listeners.clear_index(&index);
+            held.dns.remove(&index);
+            if let (Some((_, socket)), Some(cookie)) = (socket, cookie) {
+                self.listeners
+                    .set(index, &socket.as_raw_fd(), 0)
+                    .map_err(|error| {
+                        Error::new(format!("putting the {place:?} listener into its map"), error)
+                    })?;
+                held.dns.insert(index, cookie);
+            }
+        }
+        held.dns_candidates = candidates;
         Ok(())
     }
 

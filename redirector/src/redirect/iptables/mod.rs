@@ -49,6 +49,7 @@ const ROUTING: Routing = Routing {
     table: 100,
     priority: 32764,
     marks: &[MARK_TPROXY],
+    arriving: None,
     // A redirected connection goes to ::1.
     sysctls: &[Sysctl {
         name: "net/ipv6/conf/lo/disable_ipv6",
@@ -183,7 +184,7 @@ impl Iptables {
         let netns = &pod.netns;
         let entered = netns.run(|| {
             let changed = ROUTING.set_sysctls(v6)?;
-            Ok((changed, ROUTING.add(v6)?))
+            Ok((changed, ROUTING.add(v6, &[])?))
         });
         let (changed_sysctls, routes) =
             entered.map_err(|error| Error::new(format!("entering {}", netns.id()), error))??;
@@ -231,6 +232,13 @@ impl Redirector for Iptables {
     }
 
     fn attach(&self, pod: &PodNetwork, _: Listeners<'_>) -> Result<(), Error> {
+        if pod.rules.dns_capture || !pod.rules.reroute_interfaces.0.is_empty() {
+            return Err(Error::new(
+                format!("planning the capture of {}", pod.uid),
+                "its rules ask for DNS capture or name interfaces to reroute, which iptables mode does not do: take them away, or \
+                 use --redirect ebpf",
+            ));
+        }
         let wanted = Wanted {
             netns_ino: pod.netns.id().ino,
             rules: pod.rules.clone(),
@@ -340,6 +348,10 @@ impl Redirector for Iptables {
         socket::so_original_dst(connection)?.ok_or_else(|| {
             io::Error::other("connection tracking does not know the connection: no rule redirected it")
         })
+    }
+
+    fn is_rerouted(&self, _: BorrowedFd<'_>) -> io::Result<bool> {
+        Ok(false)
     }
 
     fn counts(&self, _: &PodUid) -> Result<Vec<Count>, Error> {

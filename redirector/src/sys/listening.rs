@@ -1,0 +1,232 @@
+//! Who waits for what comes to a port of a namespace, and descriptors of those sockets, whichever process has them.
+//!
+//! `redirect` takes hold of a pod's DNS listeners with it.
+
+use std::{
+    collections::HashMap,
+    fs, io,
+    os::{
+        fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
+        unix::fs::MetadataExt,
+    },
+    path::{Path, PathBuf},
+};
+
+use nix::{errno::Errno, libc};
+use socket2::SockRef;
+
+use super::netns::NetnsId;
+
+/// A socket that takes what comes to a port.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Listening {
+    /// UDP, not TCP.
+    pub udp: bool,
+    /// Of the family of IPv6; it may take IPv4 as well.
+    pub v6: bool,
+    /// Its inode: while the socket is open, no other has it.
+    pub inode: u64,
+}
+
+/// The sockets that listen on TCP `port`, or wait on UDP `port` for anybody, in the calling thread's namespace; sorted.
+///
+/// # Errors
+/// Those of reading `/proc/thread-self/net`.
+pub fn listening(port: u16) -> io::Result<Vec<Listening>> {
+    let mut found = Vec::new();
+    for (file, udp, v6) in [
+        ("tcp", false, false),
+        ("tcp6", false, true),
+        ("udp", true, false),
+        ("udp6", true, true),
+    ] {
+        match fs::read_to_string(Path::new("/proc/thread-self/net").join(file)) {
+            Ok(table) => found.extend(
+                table
+                    .lines()
+                    .filter_map(|line| inode(line, port, udp))
+                    .map(|inode| Listening { udp, v6, inode }),
+            ),
+            // A kernel without IPv6.
+            Err(error) if v6 && error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => return Err(error),
+        }
+    }
+    found.sort_unstable();
+    Ok(found)
+}
+
+/// The inode in a line of `/proc/net/tcp` and its like, if it is of a socket that waits on `port`: proc_pid_net(5).
+fn inode(line: &str, port: u16, udp: bool) -> Option<u64> {
+    /// TCP_LISTEN, and TCP_CLOSE for a UDP socket that is not connected: include/net/tcp_states.h
+    const STATES: [&str; 2] = ["0A", "07"];
+    let mut fields = line.split_ascii_whitespace();
+    let local = fields.nth(1)?;
+    let state = fields.nth(1)?;
+    let inode = fields.nth(5)?.parse().ok()?;
+    let (_, local_port) = local.rsplit_once(':')?;
+    let here = u16::from_str_radix(local_port, 16).ok()? == port && state == STATES[usize::from(udp)];
+    (here && inode != 0).then_some(inode)
+}
+
+/// Descriptors of sockets that other processes have: of each inode in `wanted` that somebody is seen to have. This process is looked
+/// at first, then those in the namespace `near`, and then all others. Blocking; reads the descriptors of many processes.
+///
+/// # Errors
+/// Those of reading `/proc`, and of pidfd_open(2) and pidfd_getfd(2): EPERM without CAP_SYS_PTRACE.
+pub fn take(wanted: &[u64], near: NetnsId) -> io::Result<HashMap<u64, OwnedFd>> {
+    let mut taken = HashMap::new();
+    let mut processes = Vec::new();
+    for entry in fs::read_dir("/proc")?.flatten() {
+        let Some(pid) = entry
+            .file_name()
+            .to_str()
+            .and_then(|name| name.parse::<i32>().ok())
+        else {
+            continue;
+        };
+        let is_near = || fs::metadata(entry.path().join("ns/net")).is_ok_and(|found| found.ino() == near.ino);
+        let own = u32::try_from(pid) == Ok(std::process::id());
+        processes.push((!own, own || !is_near(), pid, entry.path()));
+    }
+    processes.sort_unstable();
+    for (_, _, pid, path) in processes {
+        if taken.len() == wanted.len() {
+            break;
+        }
+        for (inode, number) in descriptors(&path) {
+            if !wanted.contains(&inode) || taken.contains_key(&inode) {
+                continue;
+            }
+            match descriptor_of(pid, number) {
+                // The number may stand for another file by now.
+                Ok(fd) if inode_of(fd.as_fd())? == inode => {
+                    taken.insert(inode, fd);
+                }
+                Ok(_) => {}
+                Err(error) if gone(&error) => {}
+                Err(error) => return Err(error),
+            }
+        }
+    }
+    Ok(taken)
+}
+
+/// The sockets among a process's descriptors: inode and number. A process that is gone, or not to be looked into, has none.
+fn descriptors(process: &Path) -> Vec<(u64, i32)> {
+    let socket = |path: PathBuf| {
+        let target = fs::read_link(&path).ok()?;
+        let inode = target.to_str()?.strip_prefix("socket:[")?.strip_suffix(']')?;
+        Some((inode.parse().ok()?, path.file_name()?.to_str()?.parse().ok()?))
+    };
+    let entries = fs::read_dir(process.join("fd")).into_iter().flatten().flatten();
+    entries.filter_map(|entry| socket(entry.path())).collect()
+}
+
+fn gone(error: &io::Error) -> bool {
+    matches!(
+        error.raw_os_error(),
+        Some(libc::ESRCH | libc::EBADF | libc::EINVAL)
+    )
+}
+
+fn inode_of(fd: BorrowedFd<'_>) -> io::Result<u64> {
+    let status = nix::sys::stat::fstat(fd)?;
+    Ok(status.st_ino)
+}
+
+/// A descriptor of the file that a process has under `number`.
+#[expect(unsafe_code, reason = "pidfd_open and pidfd_getfd have no wrapper")]
+fn descriptor_of(pid: i32, number: i32) -> io::Result<OwnedFd> {
+    let owned = |result: libc::c_long| -> io::Result<OwnedFd> {
+        let fd = i32::try_from(Errno::result(result)?).map_err(|_| Errno::EBADF)?;
+        // SAFETY: the system call that has just succeeded made the descriptor, and nobody else knows of it.
+        Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+    };
+    // SAFETY: takes two numbers and touches no memory.
+    let process = owned(unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) })?;
+    // SAFETY: takes three numbers and touches no memory; the first is an open descriptor.
+    owned(unsafe { libc::syscall(libc::SYS_pidfd_getfd, process.as_raw_fd(), number, 0) })
+}
+
+/// What a socket may do that decides what can be given to it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Abilities {
+    /// It may answer in the name of others (IP_TRANSPARENT).
+    pub transparent: bool,
+    /// It takes IPv4.
+    pub v4: bool,
+}
+
+/// Reads them; `v6` is the socket's family.
+///
+/// # Errors
+/// Those of getsockopt(2).
+pub fn abilities(socket: BorrowedFd<'_>, v6: bool) -> io::Result<Abilities> {
+    let socket = SockRef::from(&socket);
+    Ok(if v6 {
+        Abilities {
+            transparent: socket.ip_transparent_v6()?,
+            v4: !socket.only_v6()?,
+        }
+    } else {
+        Abilities {
+            transparent: socket.ip_transparent_v4()?,
+            v4: true,
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sys::netns::Netns;
+    use std::net::{TcpListener, UdpSocket};
+
+    #[test]
+    fn lines_of_the_kernels_tables_are_read() {
+        const TCP: &str = "   0: 0100007F:3ACD 00000000:0000 0A 00000000:00000000 00:00000000 00000000  1000        0 23123 1 0000000000000000 100 0 0 10 0";
+        const UDP6: &str = " 2571: 00000000000000000000000000000000:3ACD 00000000000000000000000000000000:0000 07 00000000:00000000 00:00000000 00000000     0        0 8431 2 0000000000000000 0";
+        for (line, port, udp, expected) in [
+            (TCP, 15053, false, Some(23123)),
+            (TCP, 15053, true, None),
+            (TCP, 15054, false, None),
+            (UDP6, 15053, true, Some(8431)),
+            (&TCP.replace("0A", "01"), 15053, false, None),
+            ("  sl  local_address rem_address   st", 15053, false, None),
+            ("", 15053, true, None),
+        ] {
+            assert_eq!(inode(line, port, udp), expected, "{line}");
+        }
+    }
+
+    #[test]
+    fn sockets_are_found_and_taken() {
+        // One number for both protocols: the kernel's choice for one may be taken for the other.
+        let (tcp, udp) = (0..50)
+            .find_map(|_| {
+                let tcp = TcpListener::bind("127.0.0.1:0").unwrap();
+                let udp = UdpSocket::bind(tcp.local_addr().unwrap()).ok()?;
+                Some((tcp, udp))
+            })
+            .unwrap();
+        let found = listening(tcp.local_addr().unwrap().port()).unwrap();
+        let kinds: Vec<_> = found.iter().map(|found| (found.udp, found.v6)).collect();
+        assert_eq!(kinds, [(false, false), (true, false)]);
+        let wanted: Vec<_> = found.iter().map(|found| found.inode).collect();
+        let taken = take(&wanted, Netns::current().unwrap().id()).unwrap();
+        let cookie = |fd: BorrowedFd<'_>| SockRef::from(&fd).cookie().unwrap();
+        assert_eq!(cookie(taken[&wanted[0]].as_fd()), cookie(tcp.as_fd()));
+        assert_eq!(cookie(taken[&wanted[1]].as_fd()), cookie(udp.as_fd()));
+        let expected = Abilities {
+            transparent: false,
+            v4: true,
+        };
+        assert_eq!(abilities(tcp.as_fd(), false).unwrap(), expected);
+    }
+
+    #[test]
+    fn a_socket_that_nobody_has_is_not_found() {
+        assert!(take(&[0], Netns::current().unwrap().id()).unwrap().is_empty());
+    }
+}
