@@ -176,12 +176,6 @@ impl PodEntry {
         self.node_nsid != 0
     }
 
-    /// Whether there is an interface of which what arrives is outbound.
-    #[inline(always)]
-    pub const fn reroutes_any(&self) -> bool {
-        self.rerouted[0] != 0
-    }
-
     /// Whether what arrives by the interface of this index is outbound.
     #[inline(always)]
     pub const fn reroutes(&self, ifindex: u32) -> bool {

@@ -51,7 +51,8 @@ pub fn redir_ingress(ctx: TcContext) -> i32 {
         return DROP;
     };
     // What arrives from behind the pod may be a later packet that is to be delivered here.
-    if !pod.entry.reroutes_any() && Skb(&ctx).is_plain_later() {
+    let skb = Skb(&ctx);
+    if !pod.entry.reroutes(skb.interface()) && skb.is_plain_later() {
         count(pod.slot, Counter::IngressOther);
         return NEXT;
     }

@@ -10,6 +10,7 @@
 //! - [`capture`]: what was on the wire; [`counters`]: what the kernel and the daemon counted; [`holdings`]: what is held
 //! - [`bpf`]: what the eBPF object asks of a kernel
 //! - [`packet`]: packets made by hand
+//! - [`dns`]: the DNS proxy of a pod, as far as capture needs one; [`inner`]: a namespace behind a pod
 //! - [`ca`]: certificates for peers that are not ours; [`envoy`] is such a peer
 //! - [`mesh`]: what most tests begin with; [`suite`]: the harness
 //!
@@ -25,10 +26,12 @@ pub mod cgroup;
 pub mod churn;
 pub mod cni;
 pub mod counters;
+pub mod dns;
 pub mod envoy;
 pub mod footprint;
 pub mod foreign;
 pub mod holdings;
+pub mod inner;
 pub mod iptables;
 pub mod mesh;
 pub mod netns;

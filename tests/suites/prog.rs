@@ -2,7 +2,7 @@
 //! kernel accepts what is loaded here.
 
 use std::{
-    net::{IpAddr, Ipv6Addr, TcpListener},
+    net::{IpAddr, Ipv6Addr, TcpListener, UdpSocket},
     os::fd::AsRawFd,
     process::ExitCode,
 };
@@ -14,10 +14,10 @@ use aya::{
 };
 use redirector::redirect::ebpf::object::{EGRESS, INGRESS, OBJECT, SHARED};
 use redirector_common::{
-    consts::{MARK_LOOP, MARK_PROXY, PORT_HBONE},
+    consts::{MARK_LOOP, MARK_PROXY, MARK_REROUTED, PORT_HBONE},
     maps::{
-        ADDRESSES, AddressKey, COUNTERS, DECIDERS, FLAG_LOOKUP_HAS_IFINDEX, FLAG_OBSERVE, FLAG_RELEASING,
-        LISTENERS, Listener, PODS, PROBERS, PodEntry, SLOT, counter_index, listener_index,
+        ADDRESSES, AddressKey, COUNTERS, DECIDERS, FLAG_DNS_CAPTURE, FLAG_LOOKUP_HAS_IFINDEX, FLAG_OBSERVE,
+        FLAG_RELEASING, LISTENERS, Listener, PODS, PROBERS, PodEntry, SLOT, counter_index, listener_index,
     },
     net::Addr,
     packet::{TCP_ACK, TCP_RST, TCP_SYN},
@@ -58,6 +58,11 @@ fn main() -> ExitCode {
             ),
             case("observing_changes_nothing", observing_changes_nothing),
             case("foreign_mark_bits_survive", foreign_mark_bits_survive),
+            case("dns_is_turned_back_or_dropped", dns_is_turned_back_or_dropped),
+            case(
+                "what_comes_from_behind_is_marked",
+                what_comes_from_behind_is_marked,
+            ),
         ],
     )
 }
@@ -121,6 +126,26 @@ impl Instance {
 
     fn write(&mut self, entry: PodEntry) {
         set_entry(&mut self.ebpf, entry);
+    }
+
+    /// Makes packets of a test run count as arriving by an interface of which what arrives is outbound.
+    fn reroute(&mut self) {
+        let entry = PodEntry {
+            flags: FLAG_LOOKUP_HAS_IFINDEX,
+            // BPF_PROG_TEST_RUN has packets arrive by lo.
+            rerouted: [0, 1, 0, 0, 0, 0, 0, 0],
+            ..bytemuck::Zeroable::zeroed()
+        };
+        self.write(entry);
+    }
+
+    fn listen_for_dns(&mut self, place: Listener) -> UdpSocket {
+        let socket = UdpSocket::bind((Ipv6Addr::LOCALHOST, 0)).unwrap();
+        SockMap::try_from(self.ebpf.map_mut(LISTENERS).unwrap())
+            .unwrap()
+            .set(listener_index(POD_SLOT, place), &socket.as_raw_fd(), 0)
+            .unwrap();
+        socket
     }
 
     fn counts(&self) -> Vec<u64> {
@@ -485,4 +510,97 @@ fn foreign_mark_bits_survive() {
     let (pod, far) = flows()[0];
     let outcome = Instance::new(0, true).run(EGRESS, &tcp(pod, far, TCP_SYN), 0xabcd_e123);
     assert_eq!(outcome.mark, 0xabcd_e000 | MARK_LOOP.0);
+}
+
+/// A datagram; its checksum is nobody's matter here.
+fn udp(source: End, destination: End) -> Vec<u8> {
+    let mut frame = tcp(source, destination, TCP_SYN);
+    let protocol = if l4_offset(&frame) == 34 { 23 } else { 20 };
+    frame[protocol] = 17;
+    frame
+}
+
+fn dns_is_turned_back_or_dropped() {
+    let query = |pod: End, far: End| udp(pod, (far.0, 53));
+    for ((pod, far), place) in flows().into_iter().zip([Listener::DnsUdpV4, Listener::DnsUdpV6]) {
+        let packet = query(pod, far);
+        let mut instance = Instance::new(FLAG_DNS_CAPTURE, true);
+        let outcome = instance.run(EGRESS, &packet, 0);
+        assert_eq!(
+            (outcome.verdict, outcome.counted),
+            (DROP, vec![Counter::EgressDnsRefused])
+        );
+        let listener = instance.listen_for_dns(place);
+        let outcome = instance.run(EGRESS, &packet, 0);
+        assert_eq!(
+            (outcome.verdict, outcome.mark, outcome.counted),
+            (REDIRECT, MARK_LOOP.0, vec![Counter::EgressDns])
+        );
+        assert_eq!(outcome.packet[6..], packet[6..]);
+        // The other family has none.
+        let (other_pod, other_far) = flows()[usize::from(place == Listener::DnsUdpV4)];
+        let outcome = instance.run(EGRESS, &query(other_pod, other_far), 0);
+        assert_eq!(outcome.counted, [Counter::EgressDnsRefused]);
+        drop(listener);
+        assert_eq!(
+            instance.run(EGRESS, &packet, 0).counted,
+            [Counter::EgressDnsRefused]
+        );
+        // By TCP it is refused as all connections are; the listeners for the rest are no help.
+        let outcome = instance.run(EGRESS, &tcp(pod, (far.0, 53), TCP_SYN), 0);
+        assert_eq!(
+            (outcome.verdict, outcome.counted),
+            (REDIRECT, vec![Counter::EgressRefused])
+        );
+        let outcome = Instance::new(0, true).run(EGRESS, &packet, 0);
+        assert_eq!(
+            (outcome.verdict, outcome.counted),
+            (NEXT, vec![Counter::EgressOther])
+        );
+    }
+}
+
+fn what_comes_from_behind_is_marked() {
+    for (inner, (own, far)) in [("10.88.0.2", flows()[0]), ("fd88::2", flows()[1])] {
+        for (listening, to, flags, verdict, mark, counter) in [
+            (
+                true,
+                far,
+                TCP_SYN,
+                NEXT,
+                MARK_REROUTED.0,
+                Counter::IngressRerouted,
+            ),
+            (
+                false,
+                far,
+                TCP_SYN,
+                REDIRECT,
+                MARK_PROXY.0,
+                Counter::IngressRefused,
+            ),
+            (true, far, TCP_ACK, NEXT, 0, Counter::IngressOther),
+            (true, own, TCP_SYN, NEXT, 0, Counter::IngressNew),
+        ] {
+            let mut instance = Instance::new(0, listening);
+            instance.reroute();
+            let mut packet = tcp((inner, 4000), to, flags);
+            // For this host: lo's address is zero.
+            packet[..6].fill(0);
+            let outcome = instance.run(INGRESS, &packet, 0x77000);
+            assert_eq!(
+                (outcome.verdict, outcome.mark, outcome.counted),
+                (verdict, 0x77000 | mark, vec![counter]),
+                "{inner} {flags:#x}"
+            );
+            if verdict == NEXT {
+                assert_eq!(outcome.packet, packet);
+            }
+        }
+        // On its way past this host.
+        let mut instance = Instance::new(0, true);
+        instance.reroute();
+        let outcome = instance.run(INGRESS, &tcp((inner, 4000), far, TCP_SYN), 0);
+        assert_eq!((outcome.verdict, outcome.mark), (NEXT, 0));
+    }
 }
