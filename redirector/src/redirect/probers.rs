@@ -1,6 +1,6 @@
 //! Who probes the pods of this node: kubelet's cgroup, as it is found, or what the operator names.
 //!
-//! `config` makes [`Sources`], a backend with programs owns a [`Search`], `app` has it look every few seconds, and `admin` shows the
+//! `config` makes [`Sources`], a backend with programs owns a `search`, `app` has it look every few seconds, and `admin` shows the
 //! [`View`].
 
 use std::{
