@@ -54,7 +54,7 @@ use self::{
     object::{DialRule, Object},
     pins::{Build, Instance, Pins},
     routes::ROUTING,
-    store::Store,
+    store::{Last, Store},
     trie::Compiled,
 };
 use super::{
@@ -411,10 +411,10 @@ impl Ebpf {
     }
 
     /// Takes an instance's pins away, the hooks with them, and empties its slot.
-    fn dispose(&self, instance: &Instance) -> Vec<Error> {
+    fn dispose(&self, instance: &Instance, last: Last) -> Vec<Error> {
         let mut errors = hooks::unpin(&instance.directory());
         if instance.build == self.build {
-            errors.extend(self.store().free(instance.slot));
+            errors.extend(self.store().free(instance.slot, last));
         }
         errors
     }
@@ -427,7 +427,7 @@ impl Ebpf {
             .collect();
         let mut errors: Vec<_> = instances
             .iter()
-            .flat_map(|instance| self.dispose(instance))
+            .flat_map(|instance| self.dispose(instance, Last::Pass))
             .collect();
         if let Some(netns) = netns {
             errors.extend(leftovers::clean(netns, &entries));
@@ -464,7 +464,7 @@ impl Ebpf {
             Err(error) => {
                 if same_netns.is_some() {
                     // The earlier instance stays: its pod fails closed.
-                    report(self.dispose(&instance));
+                    report(self.dispose(&instance, Last::Refused));
                 } else {
                     report(self.remove(&[instance], Some(&pod.netns)));
                 }
@@ -485,7 +485,7 @@ impl Ebpf {
         report(
             earlier
                 .iter()
-                .flat_map(|instance| self.dispose(instance))
+                .flat_map(|instance| self.dispose(instance, Last::Pass))
                 .collect(),
         );
         Ok((instance, programs))

@@ -58,6 +58,15 @@ struct Held {
     listeners: Option<[u64; 3]>,
 }
 
+/// What becomes of the new connections that the programs of an emptied slot may still see.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Last {
+    /// The pod is released: they pass.
+    Pass,
+    /// The pod is to stay captured, and could not be: without addresses and listeners they are refused.
+    Refused,
+}
+
 impl Store {
     /// Opens the maps; what they hold for slots that have no pod is removed.
     pub(super) fn open(build: &Build) -> Result<Self, Error> {
@@ -123,7 +132,7 @@ impl Store {
     }
 
     /// Empties a slot. Goes on after a failure and reports every one.
-    pub(super) fn free(&mut self, slot: u32) -> Vec<Error> {
+    pub(super) fn free(&mut self, slot: u32, last: Last) -> Vec<Error> {
         let Some(held) = self.slots.remove(&slot) else {
             return Vec::new();
         };
@@ -135,11 +144,13 @@ impl Store {
                     .map(|error| Error::new("removing a pod from the maps", error)),
             );
         };
-        // The pod's programs may see some last packets: those pass.
         note(self.pods.write(
             slot,
             PodEntry {
-                flags: FLAG_RELEASING,
+                flags: match last {
+                    Last::Pass => FLAG_RELEASING,
+                    Last::Refused => 0,
+                },
                 ..bytemuck::Zeroable::zeroed()
             },
         ));
