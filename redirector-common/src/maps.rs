@@ -179,13 +179,15 @@ impl PodEntry {
     /// Whether what arrives by the interface of this index is outbound.
     #[inline(always)]
     pub const fn reroutes(&self, ifindex: u32) -> bool {
-        let mut found = false;
         let mut at = 0;
+        // Left at the first hit: a flag that is carried through all turns has the verifier follow each of its 256 histories.
         while at < MAX_REROUTED {
-            found |= self.rerouted[at] == ifindex;
+            if self.rerouted[at] == ifindex {
+                return ifindex != 0;
+            }
             at += 1;
         }
-        found && ifindex != 0
+        false
     }
 }
 
