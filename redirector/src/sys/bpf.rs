@@ -16,7 +16,8 @@ pub enum Hook<'a> {
     SkLookup(BorrowedFd<'a>),
 }
 
-/// `struct { ... } query` of `union bpf_attr`, up to where it ended in Linux 5.8: include/uapi/linux/bpf.h.
+/// `struct { ... } query` of `union bpf_attr` as in Linux 6.6: include/uapi/linux/bpf.h. For TCX hooks the kernel writes `revision`
+/// whatever size is told, so all of it must be there; older kernels want what they don't know to be zero.
 #[repr(C)]
 #[derive(Default)]
 struct Query {
@@ -27,7 +28,13 @@ struct Query {
     programs: u64,
     count: u32,
     zero: u32,
+    program_attach_flags: u64,
+    link_ids: u64,
+    link_attach_flags: u64,
+    revision: u64,
 }
+
+const _: () = assert!(size_of::<Query>() == 64);
 
 /// Programs that a hook can have: BPF_MPROG_MAX, include/linux/bpf_mprog.h; SK_LOOKUP's hooks have as many (MAX_SK_LOOKUP is 64
 /// as well: `netns_bpf_max_progs`).
