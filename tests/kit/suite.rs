@@ -5,7 +5,7 @@ use std::{env, process::ExitCode};
 
 use libtest_mimic::{Arguments, Failed, Trial};
 
-use crate::{agent, bpf::object, wait};
+use crate::{agent, agent::Options, bpf::object, node::Family, wait};
 
 /// A test.
 pub struct Case {
@@ -19,6 +19,32 @@ pub fn case(name: impl Into<String>, run: impl FnOnce() + Send + 'static) -> Cas
         name: name.into(),
         run: Box::new(run),
     }
+}
+
+/// A test for a family, with an agent started in a certain way.
+pub type Test = fn(Family, Options);
+
+/// Each test for both families, with every way to attach: by TCX, by clsact, and as on an old kernel. Named `test_v4_tcx` and so on.
+pub fn on_every_attachment(tests: &[(&str, Test)]) -> Vec<Case> {
+    let clsact = Options {
+        force_clsact: true,
+        ..Options::default()
+    };
+    let mut cases = Vec::new();
+    for (attach, options) in [
+        ("tcx", Options::default()),
+        ("clsact", clsact),
+        ("old_kernel", Options::old_kernel()),
+    ] {
+        for family in Family::BOTH {
+            for (name, test) in tests {
+                let (options, test) = (options.clone(), *test);
+                let name = format!("{name}_{}_{attach}", family.name());
+                cases.push(case(name, move || test(family, options)));
+            }
+        }
+    }
+    cases
 }
 
 /// What a suite needs.

@@ -15,7 +15,7 @@ use redirector_tests::{
     counters::verdicts,
     mesh::{Mesh, PORT},
     node::{Family, Host, Pod},
-    suite::{Case, Needs, case, main as suite},
+    suite::{Needs, case, main as suite, on_every_attachment},
     wait,
     workloads::Workloads,
 };
@@ -35,24 +35,7 @@ const TESTS: &[(&str, Test)] = &[
 ];
 
 fn main() -> ExitCode {
-    let mut cases: Vec<Case> = Vec::new();
-    let clsact = Options {
-        force_clsact: true,
-        ..Options::default()
-    };
-    for (attach, options) in [
-        ("tcx", Options::default()),
-        ("clsact", clsact),
-        ("old_kernel", Options::old_kernel()),
-    ] {
-        for family in Family::BOTH {
-            for (name, test) in TESTS {
-                let options = options.clone();
-                let name = format!("{name}_{}_{attach}", family.name());
-                cases.push(case(name, move || test(family, options)));
-            }
-        }
-    }
+    let mut cases = on_every_attachment(TESTS);
     cases.push(case("a_wrong_rule_is_refused", a_wrong_rule_is_refused));
     cases.push(case("a_wrong_rules_file_is_told", a_wrong_rules_file_is_told));
     suite(Needs::Agent, 2, cases)

@@ -15,7 +15,7 @@ use redirector_tests::{
     inner::{self, INTERFACE, Link},
     mesh::{Mesh, PORT, refused},
     node::{Family, Host, Pod},
-    suite::{Case, Needs, case, main as suite},
+    suite::{Needs, case, main as suite, on_every_attachment},
     wait,
     workloads::Workloads,
 };
@@ -42,24 +42,7 @@ const TESTS: &[(&str, Test)] = &[
 ];
 
 fn main() -> ExitCode {
-    let mut cases: Vec<Case> = Vec::new();
-    let clsact = Options {
-        force_clsact: true,
-        ..Options::default()
-    };
-    for (attach, options) in [
-        ("tcx", Options::default()),
-        ("clsact", clsact),
-        ("old_kernel", Options::old_kernel()),
-    ] {
-        for family in Family::BOTH {
-            for (name, test) in TESTS {
-                let options = options.clone();
-                let name = format!("{name}_{}_{attach}", family.name());
-                cases.push(case(name, move || test(family, options)));
-            }
-        }
-    }
+    let mut cases = on_every_attachment(TESTS);
     for (attach, options) in [("tcx", Options::default()), ("old_kernel", Options::old_kernel())] {
         cases.push(case(format!("interfaces_need_no_address_{attach}"), move || {
             interfaces_need_no_address(options)
