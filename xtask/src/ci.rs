@@ -49,7 +49,7 @@ pub(crate) fn run(way: Option<Way>) -> Result<()> {
         if arguments[0] == "deny"
             && let Err(error) = cargo_deny()
         {
-            println!("not run: {what}: {error:#}");
+            failed.push(format!("{what}, not run: {error:#}"));
             continue;
         }
         let step = Step::start(what);

@@ -57,7 +57,7 @@ impl Total {
         self.broken.push(what);
     }
 
-    /// Prints the sum; an error when something failed.
+    /// Prints the sum; an error when something failed, or when nothing ran at all.
     pub(crate) fn finish(&self) -> Result<()> {
         for broken in &self.broken {
             println!("{broken}");
@@ -69,6 +69,9 @@ impl Total {
         );
         if failed > 0 {
             bail!("{failed} failed");
+        }
+        if self.passed + self.ignored == 0 {
+            bail!("no test ran: does a test's name contain the filter?");
         }
         Ok(())
     }
