@@ -482,7 +482,7 @@ pub fn lookup<P: Addresses + Rules + Hints + ?Sized>(
         rerouted,
     } = connection;
     // A captured connection's destination is never loopback (egress) nor its own source.
-    if local.is_loopback() || remote.is_loopback() || local.0 == remote.0 || pod.has(FLAG_RELEASING) {
+    if local.is_loopback() || remote.is_loopback() || local.is(remote) || pod.has(FLAG_RELEASING) {
         return Choice::Pass(Counter::LookupOther);
     }
     let to_this_pod = known.owns(local);

@@ -118,7 +118,6 @@ const IPPROTO_UDP: u32 = 17;
 /// Reads the program's context.
 #[inline(always)]
 fn connection<const HAS_IFINDEX: bool>(ctx: *const bpf_sk_lookup, pod: Pod) -> Lookup {
-    const AF_INET: u32 = 2;
     const LOOPBACK_IFINDEX: u32 = 1;
     macro_rules! field {
         ($field:ident $([$index:literal])?) => {
@@ -142,11 +141,10 @@ fn connection<const HAS_IFINDEX: bool>(ctx: *const bpf_sk_lookup, pod: Pod) -> L
             field!(remote_ip6[2]),
             field!(remote_ip6[3]),
         ];
-        let (local, remote) = if field!(family) == AF_INET {
-            (Addr::from_v4_be(local_v4), Addr::from_v4_be(remote_v4))
-        } else {
-            (Addr(local_v6), Addr(remote_v6))
-        };
+        // AF_INET is 2 and AF_INET6 is 10. Without a branch, since the verifier follows both of one to the program's end.
+        let mapped = ((field!(family) >> 3 & 1) ^ 1) * 0xffff_u32.to_be();
+        let address = |v4: u32, [a, b, c, d]: [u32; 4]| Addr([a, b, c | mapped, d | v4]);
+        let (local, remote) = (address(local_v4, local_v6), address(remote_v4, remote_v6));
         let device = if HAS_IFINDEX { field!(ingress_ifindex) } else { 0 };
         Lookup {
             local,
