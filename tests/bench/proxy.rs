@@ -104,7 +104,7 @@ fn measure(mesh: &Mesh, family: Family) -> Result<Figures> {
             resent()
         );
     }
-    let (p50, p99) = pair.latency(REQUESTS).context("requests on one connection")?;
+    let (p50, p99) = pair.latency(REQUESTS).context("requests")?;
     Ok([upload, download, rate, p50, p99])
 }
 

@@ -83,9 +83,7 @@ fn at(
             .connections(sizes.connections, sizes.concurrency)
             .context("short connections")?;
         results.add(group, CONNECTIONS, PER_SECOND, mode, rate);
-        let (p50, _) = pair
-            .latency(sizes.requests)
-            .context("requests on one connection")?;
+        let (p50, _) = pair.latency(sizes.requests).context("requests")?;
         results.add(group, P50, MICROSECONDS, mode, p50);
         if mode.is_ebpf() {
             let counting = Counting::start()?;

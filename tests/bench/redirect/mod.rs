@@ -72,7 +72,7 @@ pub(crate) struct Sizes {
     pub(crate) connections: u32,
     /// Of these at one time.
     pub(crate) concurrency: u32,
-    /// Requests on one connection.
+    /// Requests, on ten connections in turn.
     pub(crate) requests: usize,
     /// Pods enrolled one by one.
     pub(crate) singles: usize,

@@ -126,7 +126,7 @@ impl Report {
         );
         let _ = writeln!(
             text,
-            "Per round and scenario: {} connections, {} at a time; {} requests on one connection; {} MiB each way, over 1 \
+            "Per round and scenario: {} connections, {} at a time; {} requests on ten connections; {} MiB each way, over 1 \
              and over 4 streams. {} pods enrolled one by one, {} at once.",
             sizes.connections,
             sizes.concurrency,

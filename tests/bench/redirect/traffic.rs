@@ -109,9 +109,7 @@ fn one(
         results.add(group, &cpu_per_connections(kind), SECONDS, mode, seconds);
     }
 
-    let (p50, p99) = pair
-        .latency(sizes.requests)
-        .context("requests on one connection")?;
+    let (p50, p99) = pair.latency(sizes.requests).context("requests")?;
     results.add(group, P50, MICROSECONDS, mode, p50);
     results.add(group, P99, MICROSECONDS, mode, p99);
 
