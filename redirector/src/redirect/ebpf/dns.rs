@@ -12,7 +12,7 @@ use std::{
 
 use redirector_common::{consts::PORT_DNS_CAPTURE, maps::Listener};
 
-use super::{Ebpf, Plan};
+use super::{Ebpf, plan::Plan};
 use crate::{
     redirect::{Error, PodNetwork, Redirector as _},
     sys::listening::{self, Abilities, Listening},

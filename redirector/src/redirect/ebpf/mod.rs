@@ -9,6 +9,7 @@
 //! - `nsid`: the id of the node's namespace in the pod's
 //! - `reroute`: interfaces of which what arrives is outbound
 //! - `routes`: which policy routes and sysctls it wants in the pod
+//! - `plan`: what an attachment is made from
 //! - `look`: whether a pod is still as it was left
 //! - [`leftovers`]: what is left of all that, and its removal
 //! - `pins`: the bpffs
@@ -24,6 +25,7 @@ mod nsid;
 pub mod object;
 pub mod observe;
 mod pins;
+mod plan;
 mod reroute;
 mod routes;
 mod store;
@@ -33,7 +35,7 @@ mod trie;
 use std::{
     collections::HashMap,
     fs, io,
-    net::{IpAddr, SocketAddr},
+    net::SocketAddr,
     os::fd::{AsFd as _, BorrowedFd},
     path::{Path, PathBuf},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
@@ -44,7 +46,7 @@ use redirector_common::{
     consts::{MARK_APP, MARK_MASK, MARK_PROXY, MARK_REROUTED},
     maps::{
         self as layout, FLAG_ADDED_CLSACT, FLAG_BYPASS_INBOUND, FLAG_CLSACT, FLAG_DNS_CAPTURE,
-        FLAG_LOOKUP_HAS_IFINDEX, FLAG_RELEASING, FLAG_TRACE, MAX_ADDRESSES, MAX_REROUTED, PodEntry, Tag,
+        FLAG_LOOKUP_HAS_IFINDEX, FLAG_RELEASING, FLAG_TRACE, MAX_REROUTED, PodEntry, Tag,
     },
 };
 
@@ -53,20 +55,18 @@ use self::{
     look::Known,
     object::{DialRule, Object},
     pins::{Build, Instance, Pins},
+    plan::Plan,
     routes::ROUTING,
     store::{Last, Store},
-    trie::Compiled,
 };
 use super::{
     Count, Error, Listeners, Marks, PodNetwork, Redirector,
     maps::{PodMap, ProberMap, TagMap},
     probers::{Search, Sources, View},
-    rules::Rules,
 };
 use crate::{
     mesh::pod::PodUid,
     sys::{
-        interfaces::{Interface, interfaces, with_default_route},
         netlink::Netlink,
         netns::Netns,
         socket,
@@ -118,17 +118,6 @@ struct Probers {
     map: ProberMap,
 }
 
-/// What an attachment is made from.
-struct Plan {
-    all_interfaces: Vec<Interface>,
-    interfaces: Vec<Interface>,
-    /// Those of `interfaces` of which what arrives is outbound.
-    rerouted: Vec<Interface>,
-    addresses: Vec<IpAddr>,
-    v6: bool,
-    rules: Compiled,
-}
-
 impl Ebpf {
     /// Opens the backend: mounts the bpffs if needed, tries all programs on this kernel, and loads those that all pods share. What is
     /// left of builds that serve no pod is removed.
@@ -178,72 +167,6 @@ impl Ebpf {
             known: Mutex::default(),
             probers: Mutex::new(probers),
             node: (config.probes != Sources::None).then_some(node),
-        })
-    }
-
-    fn plan(pod: &PodNetwork) -> Result<Plan, Error> {
-        let (found, outward) = pod
-            .netns
-            .run(|| Ok((interfaces()?, with_default_route()?)))
-            .and_then(|result| result)
-            .map_err(|error| Error::new(format!("reading the interfaces of {}", pod.netns.id()), error))?;
-        let mut addresses = pod.addresses.clone();
-        addresses.extend(found.iter().flat_map(|interface| &interface.addresses));
-        let mut addresses: Vec<_> = addresses
-            .iter()
-            .map(IpAddr::to_canonical)
-            .filter(|ip| !ip.is_loopback())
-            .collect();
-        addresses.sort_unstable();
-        addresses.dedup();
-        let refused = |text: String| {
-            Err(Error::new(
-                format!("planning the capture of {}", pod.uid),
-                io::Error::other(text),
-            ))
-        };
-        if addresses.len() > MAX_ADDRESSES {
-            return refused(format!(
-                "it has {} addresses; at most {MAX_ADDRESSES} are supported",
-                addresses.len()
-            ));
-        }
-        let rerouted = match reroute::chosen(&pod.rules.reroute_interfaces, &found, &outward) {
-            Ok(rerouted) => rerouted,
-            Err(text) => return refused(text),
-        };
-        let mut interfaces = Vec::new();
-        for interface in found.clone() {
-            let unused = interface.addresses.is_empty() && !rerouted.contains(&interface);
-            if interface.loopback || unused {
-                continue;
-            }
-            if !interface.ethernet {
-                return refused(format!(
-                    "its interface {} has addresses but no Ethernet header, and its traffic can't be captured",
-                    interface.name
-                ));
-            }
-            interfaces.push(interface);
-        }
-        if interfaces.is_empty() {
-            return refused("none of its interfaces has an address".to_owned());
-        }
-        if pod.rules.items() > Rules::MAX_ITEMS {
-            return refused(format!(
-                "its rules name {} ports and networks; at most {} are supported",
-                pod.rules.items(),
-                Rules::MAX_ITEMS
-            ));
-        }
-        let v6 = addresses.iter().any(IpAddr::is_ipv6);
-        Ok(Plan {
-            all_interfaces: found,
-            interfaces,
-            rerouted,
-            addresses,
-            v6,
-            rules: Compiled::of(&pod.rules),
         })
     }
 
@@ -521,7 +444,7 @@ impl Redirector for Ebpf {
             return Ok(());
         }
         self.known().remove(&pod.uid);
-        let plan = Self::plan(pod)?;
+        let plan = Plan::of(pod)?;
         for listener in [listeners.outbound, listeners.inbound, listeners.hbone] {
             self.own_socket(listener)
                 .map_err(|error| Error::new("tagging a listener", error))?;

@@ -8,6 +8,7 @@ use super::{
     DialRule, Ebpf, Object,
     hooks::{self, Earlier, Hook, TcMode},
     in_netns, object,
+    plan::Plan,
     store::{address_key, read_counts},
 };
 use crate::{
@@ -58,7 +59,7 @@ impl Ebpf {
     /// # Errors
     /// Those of an attachment.
     pub fn observe(&self, pod: &PodNetwork) -> Result<Observation, Error> {
-        let plan = Self::plan(pod)?;
+        let plan = Plan::of(pod)?;
         // Maps of its own: nothing that serves pods is touched.
         let force_source_port = self.object.dial_rule == DialRule::SourcePort;
         let object = Object::prepare(&self.pins.shared(), None, force_source_port)?;
