@@ -5,6 +5,7 @@
 //! | map         | kind               | scope  | key                                              | value               |
 //! |-------------|--------------------|--------|--------------------------------------------------|---------------------|
 //! | `PODS`      | array              | build  | slot                                             | [`PodEntry`]        |
+//! | `FACTS`     | array              | build  | slot                                             | [`Facts`]           |
 //! | `ADDRESSES` | hash               | build  | [`AddressKey`]                                   | 1 (u32)             |
 //! | `RULES`     | LPM trie           | build  | [`RuleKey`]                                      | [`crate::rules::Match`] (u32) |
 //! | `LISTENERS` | sockmap            | build  | [`listener_index`]                               | socket              |
@@ -20,6 +21,8 @@ use crate::{net::Addr, verdict::Counter};
 
 /// Name of the pods' entries.
 pub const PODS: &str = "PODS";
+/// Name of what agents know of the pods, and programs need not.
+pub const FACTS: &str = "FACTS";
 /// Name of the pods' addresses.
 pub const ADDRESSES: &str = "ADDRESSES";
 /// Name of the pods' rules.
@@ -124,21 +127,17 @@ pub const DECIDER_COUNT: usize = 2;
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 pub struct PodEntry {
-    /// Inode of the pod's network namespace; for the agent only.
-    pub netns_ino: u64,
     /// Bits of `FLAG_*`.
     pub flags: u32,
     /// Bits of [`crate::rules`]: which rules there are.
     pub rules: u32,
-    /// The sysctls that enrolment changed, a bit each, to be put back; for the agent only.
-    pub changed_sysctls: u32,
     /// The id of the node's namespace in the pod's, plus 1 (ip-netns(8), "nsid"); 0 if nobody's connections are probes.
     pub node_nsid: u32,
     /// Indexes of the interfaces of which what arrives is outbound; 0 is none.
     pub rerouted: [u32; MAX_REROUTED],
 }
 
-const _: () = assert!(size_of::<PodEntry>() == 56);
+const _: () = assert!(size_of::<PodEntry>() == 44);
 
 /// Most interfaces of a pod of which what arrives is outbound.
 pub const MAX_REROUTED: usize = 8;
@@ -152,16 +151,10 @@ pub const FLAG_TRACE: u32 = 1 << 1;
 pub const FLAG_LOOKUP_HAS_IFINDEX: u32 = 1 << 2;
 /// Capture nothing new: the pod is being released, and its captured connections may end in peace.
 pub const FLAG_RELEASING: u32 = 1 << 3;
-
-/// The TC programs are attached by clsact filters, not TCX links; for the agent only.
-pub const FLAG_CLSACT: u32 = 1 << 4;
 /// Capture nothing inbound but HBONE: the pod is an ingress gateway.
-pub const FLAG_BYPASS_INBOUND: u32 = 1 << 5;
+pub const FLAG_BYPASS_INBOUND: u32 = 1 << 4;
 /// The pod's DNS goes to the listeners of port 15053.
-pub const FLAG_DNS_CAPTURE: u32 = 1 << 7;
-
-/// The agent has added the clsact qdisc that its filters hang on, and not found it there; for the agent only.
-pub const FLAG_ADDED_CLSACT: u32 = 1 << 6;
+pub const FLAG_DNS_CAPTURE: u32 = 1 << 5;
 
 impl PodEntry {
     /// Whether all bits of `flag` are set.
@@ -190,6 +183,49 @@ impl PodEntry {
         false
     }
 }
+
+/// What an agent has to know of a pod's programs to take them over, to replace them or to remove them; no program reads it.
+///
+/// Agents of every build read it of every other, so its size and the members that it has stay as they are. What comes to be
+/// needed takes of `reserved`, from its beginning, where zero has to mean that nobody has said anything; `version` then counts up, for
+/// people who look.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+pub struct Facts {
+    /// [`Self::VERSION`]; 0 where nothing was written yet.
+    pub version: u32,
+    /// Bits of `FACT_*`.
+    pub flags: u32,
+    /// Inode of the pod's network namespace; 0 when the slot is nobody's any more.
+    pub netns_ino: u64,
+    /// Cookie of that namespace; 0 where the kernel has none (before 5.14).
+    pub netns_cookie: u64,
+    /// The sysctls that enrolment changed, a bit each, to be put back.
+    pub changed_sysctls: u32,
+    /// Zero.
+    pub zero: u32,
+    /// Zero.
+    pub reserved: [u64; 4],
+}
+
+const _: () = assert!(size_of::<Facts>() == 64);
+
+impl Facts {
+    /// Of the members that there are.
+    pub const VERSION: u32 = 1;
+
+    /// Whether all bits of `flag` are set.
+    pub const fn has(&self, flag: u32) -> bool {
+        self.flags & flag == flag
+    }
+}
+
+/// The TC programs are attached by clsact filters, not TCX links.
+pub const FACT_CLSACT: u32 = 1;
+/// The agent has added the clsact qdisc that its filters hang on, and not found it there.
+pub const FACT_ADDED_CLSACT: u32 = 1 << 1;
+/// The pod's DNS is captured.
+pub const FACT_DNS_CAPTURE: u32 = 1 << 2;
 
 /// A listener of the proxy's in a pod.
 #[repr(u32)]

@@ -8,8 +8,8 @@ use aya_ebpf::{
 };
 use redirector_common::{
     maps::{
-        AddressKey, DECIDER_COUNT, LISTENER_STRIDE, Listener, MAX_ALL_ADDRESSES, MAX_ALL_RULES, MAX_PODS,
-        PodEntry, RULE_KEY_PREFIX, RuleKey, listener_index,
+        AddressKey, DECIDER_COUNT, Facts, LISTENER_STRIDE, Listener, MAX_ALL_ADDRESSES, MAX_ALL_RULES,
+        MAX_PODS, PodEntry, RULE_KEY_PREFIX, RuleKey, listener_index,
     },
     net::Addr,
     rules::{self, Match, Rules, Subject},
@@ -25,6 +25,10 @@ static SLOT: Global<u32> = Global::new(0);
 
 #[btf_map]
 static PODS: Array<PodEntry, MAX_PODS> = Array::new();
+
+/// The agents' own: no program reads it.
+#[btf_map]
+static FACTS: Array<Facts, MAX_PODS> = Array::new();
 
 #[btf_map]
 static ADDRESSES: HashMap<AddressKey, u32, MAX_ALL_ADDRESSES, NO_PREALLOC> = HashMap::new();

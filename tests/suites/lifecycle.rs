@@ -1,5 +1,8 @@
 //! Pods come and go, and agents die: what must be left behind, and what must not.
 
+#[path = "lifecycle/instances.rs"]
+mod instances;
+
 use std::{
     collections::{BTreeMap, BTreeSet},
     ffi::OsStr,
@@ -67,11 +70,12 @@ fn main() -> ExitCode {
         "a_late_delete_spares_the_new_owner",
         a_late_delete_spares_the_new_owner,
     ));
+    cases.extend(instances::cases());
     suite(Needs::Agent, 1, cases)
 }
 
 /// Everything in a pod's namespace that enrolling may change.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 struct Traces {
     rules: [BTreeSet<String>; 2],
     routes: [String; 2],

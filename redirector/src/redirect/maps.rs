@@ -7,7 +7,7 @@ use aya::maps::{
     lpm_trie::{Key, LpmTrie},
 };
 use redirector_common::{
-    maps::{AddressKey, PodEntry, RuleKey, Tag, counter_index},
+    maps::{AddressKey, Facts, PodEntry, RuleKey, Tag, counter_index},
     rules::Match,
     verdict::Counter,
 };
@@ -42,6 +42,28 @@ impl PodMap {
     /// Replaces a pod's entry.
     pub(super) fn write(&mut self, slot: u32, entry: PodEntry) -> Result<(), MapError> {
         self.0.set(slot, Raw(entry), 0)
+    }
+}
+
+/// The map `FACTS`, of whatever build.
+pub(super) struct FactsMap(Array<MapData, Raw<Facts>>);
+
+impl FactsMap {
+    /// From the map's handle.
+    pub(super) fn new(map: MapData) -> Result<Self, MapError> {
+        Array::try_from(aya::maps::Map::Array(map)).map(Self)
+    }
+
+    /// What is known of a pod; `None` where nobody has written anything.
+    pub(super) fn read(&self, slot: u32) -> Result<Option<Facts>, MapError> {
+        self.0
+            .get(&slot, 0)
+            .map(|Raw(facts)| (facts.version != 0).then_some(facts))
+    }
+
+    /// Replaces what is known of a pod.
+    pub(super) fn write(&mut self, slot: u32, facts: Facts) -> Result<(), MapError> {
+        self.0.set(slot, Raw(facts), 0)
     }
 }
 

@@ -168,6 +168,25 @@ fn attach_filter(
     Ok(id)
 }
 
+/// Puts the programs that are pinned in `directory` back into the filters of ours that there are on an interface.
+pub(super) fn put_back(directory: &Path, interface: &Interface) -> Result<(), Error> {
+    let failed = |error: io::Error| Error::new(format!("reading the filters of {}", interface.name), error);
+    for (name, direction) in DIRECTIONS {
+        let mut netlink = Netlink::open().map_err(failed)?;
+        let all = filters::filters(&mut netlink, interface.index, direction).map_err(failed)?;
+        if filters::ours(&all, name).next().is_none() {
+            continue;
+        }
+        let mut program =
+            SchedClassifier::from_pin(directory.join(name)).map_err(attaching(name, interface))?;
+        let id = attach_filter(&mut program, name, direction, interface, Earlier::Replaced)?;
+        let link = program.take_link(id).map_err(attaching(name, interface))?;
+        // A filter holds by itself.
+        std::mem::forget(link);
+    }
+    Ok(())
+}
+
 /// Adds the qdiscs that filters hang on; returns whether one was not there. Others may come to use it.
 pub(super) fn add_clsact(interfaces: &[Interface]) -> Result<bool, Error> {
     let mut added = false;

@@ -1,4 +1,7 @@
 //! What the eBPF backend leaves: pins, and what was changed in the pods' namespaces. Removed by it, and without it.
+//!
+//! A namespace is cleaned that an instance was made for, and no other: one that has come to have its inode number is told from it by
+//! its cookie, and where there are no cookies by the instance that another pod has there.
 
 use std::{
     fs, io,
@@ -6,16 +9,18 @@ use std::{
 };
 
 use nix::mount::{MntFlags, umount2};
-use redirector_common::maps::{self as layout, FLAG_ADDED_CLSACT, FLAG_CLSACT, PodEntry};
+use redirector_common::maps::{FACT_ADDED_CLSACT, FACT_CLSACT, Facts};
 
 use super::{
-    all_or, hooks, open_map,
+    all_or,
+    facts::{self, FREED, Found, Place},
+    hooks,
     pins::{self, Instance, Pins},
     routes::ROUTING,
 };
 use crate::{
     mesh::pod::PodUid,
-    redirect::{Error, Leftovers, maps::PodMap},
+    redirect::{Error, Leftovers},
     sys::{interfaces::interfaces, netns::Netns},
 };
 
@@ -50,20 +55,9 @@ impl Leftovers for Pinned {
 
     fn remove(&self, uid: &PodUid, netns: Option<&Netns>) -> Result<(), Vec<Error>> {
         let instances = self.pins.of(uid).map_err(|error| vec![error])?;
-        let entries: Vec<_> = instances.iter().filter_map(entry).collect();
-        let found = if netns.is_none() {
-            entries.iter().find_map(|entry| Netns::find(entry.netns_ino))
-        } else {
-            None
-        };
-        let mut errors: Vec<_> = instances
-            .iter()
-            .flat_map(|instance| hooks::unpin(&instance.directory()))
-            .collect();
-        if let Some(netns) = netns.or(found.as_ref()) {
-            errors.extend(clean(netns, &entries));
-        }
-        all_or(errors)
+        let instances: Vec<_> = instances.into_iter().map(facts::found).collect();
+        // Nobody gives slots out.
+        remove(&self.pins, uid, &instances, netns, |_| Vec::new())
     }
 
     fn remove_shared(&self) -> Result<(), Vec<Error>> {
@@ -96,38 +90,131 @@ impl Leftovers for Pinned {
     }
 }
 
-/// What the maps hold for an instance.
-fn entry(instance: &Instance) -> Option<PodEntry> {
-    let map = open_map(&instance.build.maps(), layout::PODS, PodMap::new).ok()?;
-    map.read(instance.slot).ok()
+/// Removes `instances`, all that there are of a pod, and what they changed in the namespaces that they were made for, as far as those are still there.
+/// `given` is the one that the pod is known to have; what is ours there goes even if nothing is known of an instance. `freed` is called
+/// for each instance whose programs run no more.
+pub(super) fn remove(
+    pins: &Pins,
+    uid: &PodUid,
+    instances: &[Found],
+    given: Option<&Netns>,
+    mut freed: impl FnMut(&Instance) -> Vec<Error>,
+) -> Result<(), Vec<Error>> {
+    let others = others(pins, uid).map_err(|error| vec![error])?;
+    let given = given
+        .map(|netns| Ok((netns, Place::of(netns)?)))
+        .transpose()
+        .map_err(|error| vec![error])?;
+    let mut errors = Vec::new();
+    for found in instances {
+        errors.extend(remove_one(found, given, &others, &mut freed));
+    }
+    if let (true, Some((netns, place))) = (instances.is_empty(), given)
+        && holder(&others, place).is_none()
+    {
+        // The pins were lost, and filters hold without them.
+        errors.extend(detach_filters(netns));
+        errors.extend(restore(netns, &FREED));
+    }
+    all_or(errors)
 }
 
-/// Removes from a namespace what instances changed there; the links went with their pins. `entries` are those of a pod's
-/// instances, of which only some may have been in this namespace.
-pub(super) fn clean(netns: &Netns, entries: &[PodEntry]) -> Vec<Error> {
-    let mine = |entry: &&PodEntry| entry.netns_ino == netns.id().ino;
-    // Without an entry nobody knows what was attached: the pins were lost, and filters hold without them.
-    let filters = entries.is_empty() || entries.iter().filter(mine).any(|entry| entry.has(FLAG_CLSACT));
-    let added = entries
-        .iter()
-        .filter(mine)
-        .any(|entry| entry.has(FLAG_ADDED_CLSACT));
-    let changed = entries
-        .iter()
-        .filter(mine)
-        .fold(0, |changed, entry| changed | entry.changed_sysctls);
-    let inside = netns.run(|| {
+/// Removes one instance. `others` are those of other pods: a namespace that one of them is in stays as it is.
+pub(super) fn remove_one(
+    (instance, facts): &Found,
+    given: Option<(&Netns, Place)>,
+    others: &[Found],
+    mut freed: impl FnMut(&Instance) -> Vec<Error>,
+) -> Vec<Error> {
+    let place = facts.as_ref().map(facts::place);
+    let (mut netns, elsewhere);
+    match given {
+        Some((given, at)) if place.is_none_or(|place| place == at) => netns = Some(given),
+        _ => {
+            elsewhere = place.and_then(Place::find);
+            netns = elsewhere.as_ref();
+        }
+    }
+    let mut errors = Vec::new();
+    let place = place.or(given.map(|(_, place)| place));
+    if let Some((holder, theirs)) = place.and_then(|place| holder(others, place)) {
+        netns = None;
+        errors.extend(facts.and_then(|facts| hand_over(&facts, holder, theirs)));
+    }
+    let known = facts.unwrap_or(Facts {
+        flags: FACT_CLSACT,
+        ..FREED
+    });
+    if let Some(netns) = netns.filter(|_| known.has(FACT_CLSACT)) {
+        let failed = detach_filters(netns);
+        if !failed.is_empty() {
+            // Programs that still run keep their slot, and the pins by which they are found again.
+            errors.extend(failed);
+            return errors;
+        }
+    }
+    let failed = hooks::unpin(&instance.directory());
+    if failed.is_empty() {
+        errors.extend(freed(instance));
+    }
+    errors.extend(failed);
+    errors.extend(netns.into_iter().flat_map(|netns| restore(netns, &known)));
+    errors
+}
+
+/// The instances of other pods.
+pub(super) fn others(pins: &Pins, uid: &PodUid) -> Result<Vec<Found>, Error> {
+    let mut all = facts::all(pins)?;
+    all.retain(|(instance, _)| instance.uid != *uid);
+    Ok(all)
+}
+
+/// The instance of another pod in a namespace.
+fn holder(others: &[Found], wanted: Place) -> Option<(&Instance, &Facts)> {
+    others.iter().find_map(|(instance, facts)| {
+        let facts = facts.as_ref()?;
+        (facts::place(facts) == wanted).then_some((instance, facts))
+    })
+}
+
+/// Leaves what was changed in a namespace to another pod's instance, to be put back with that.
+fn hand_over(from: &Facts, to: &Instance, theirs: &Facts) -> Option<Error> {
+    let facts = Facts {
+        flags: theirs.flags | from.flags & FACT_ADDED_CLSACT,
+        changed_sysctls: theirs.changed_sysctls | from.changed_sysctls,
+        ..*theirs
+    };
+    (facts != *theirs)
+        .then(|| facts::write(to, facts).err())
+        .flatten()
+}
+
+/// Detaches our filters from all interfaces.
+fn detach_filters(netns: &Netns) -> Vec<Error> {
+    inside(netns, || match interfaces() {
+        Ok(interfaces) => interfaces.iter().flat_map(hooks::detach_filters).collect(),
+        Err(error) => {
+            let operation = format!("reading the interfaces of {}", netns.id());
+            vec![Error::new(operation, error)]
+        }
+    })
+}
+
+/// Takes away rules and routes, and the qdiscs that were added if nobody uses them, and puts sysctls back.
+fn restore(netns: &Netns, facts: &Facts) -> Vec<Error> {
+    inside(netns, || {
         let mut errors = Vec::new();
-        if filters {
-            let interfaces = interfaces().unwrap_or_default();
-            errors.extend(interfaces.iter().flat_map(hooks::detach_filters));
-            if added {
-                errors.extend(hooks::remove_clsact(&interfaces));
-            }
+        if facts.has(FACT_ADDED_CLSACT) {
+            errors.extend(hooks::remove_clsact(&interfaces().unwrap_or_default()));
         }
         errors.extend(ROUTING.remove());
-        errors.extend(ROUTING.restore_sysctls(changed));
+        errors.extend(ROUTING.restore_sysctls(facts.changed_sysctls));
         errors
-    });
-    inside.unwrap_or_else(|error| vec![Error::new(format!("entering {}", netns.id()), error)])
+    })
+}
+
+pub(super) fn inside(netns: &Netns, f: impl FnOnce() -> Vec<Error>) -> Vec<Error> {
+    netns
+        .run(f)
+        .unwrap_or_else(|error| vec![Error::new(format!("entering {}", netns.id()), error)])
 }

@@ -9,6 +9,7 @@
 //! - `nsid`: the id of the node's namespace in the pod's
 //! - `reroute`: interfaces of which what arrives is outbound
 //! - `routes`: which policy routes and sysctls it wants in the pod
+//! - `facts`: what is known of the pods' instances, of whatever build
 //! - `plan`: what an attachment is made from
 //! - `look`: whether a pod is still as it was left
 //! - [`leftovers`]: what is left of all that, and its removal
@@ -17,6 +18,7 @@
 //! - [`trace`]: debug records of the programs
 
 mod dns;
+mod facts;
 mod filters;
 mod hooks;
 pub mod leftovers;
@@ -45,12 +47,14 @@ use aya::{maps::MapData, programs::SchedClassifier};
 use redirector_common::{
     consts::{MARK_APP, MARK_MASK, MARK_PROXY, MARK_REROUTED},
     maps::{
-        self as layout, FLAG_ADDED_CLSACT, FLAG_BYPASS_INBOUND, FLAG_CLSACT, FLAG_DNS_CAPTURE,
-        FLAG_LOOKUP_HAS_IFINDEX, FLAG_RELEASING, FLAG_TRACE, MAX_REROUTED, PodEntry, Tag,
+        self as layout, FACT_ADDED_CLSACT, FACT_CLSACT, FACT_DNS_CAPTURE, FLAG_BYPASS_INBOUND,
+        FLAG_DNS_CAPTURE, FLAG_LOOKUP_HAS_IFINDEX, FLAG_RELEASING, FLAG_TRACE, Facts, MAX_REROUTED, PodEntry,
+        Tag,
     },
 };
 
 use self::{
+    facts::{Found, Place},
     hooks::{Earlier, Programs, TcMode},
     look::Known,
     object::{DialRule, Object},
@@ -61,16 +65,12 @@ use self::{
 };
 use super::{
     Count, Error, Listeners, Marks, PodNetwork, Redirector,
-    maps::{PodMap, ProberMap, TagMap},
+    maps::{ProberMap, TagMap},
     probers::{Search, Sources, View},
 };
 use crate::{
     mesh::pod::PodUid,
-    sys::{
-        netlink::Netlink,
-        netns::Netns,
-        socket,
-    },
+    sys::{netlink::Netlink, netns::Netns, socket},
 };
 
 /// Settings of the backend.
@@ -180,23 +180,26 @@ impl Ebpf {
         Ok(asked? + 1)
     }
 
-    fn entry(&self, pod: &PodNetwork, plan: &Plan, changed_sysctls: u32, node_nsid: u32) -> PodEntry {
-        let flag = |on: bool, flag: u32| if on { flag } else { 0 };
+    fn entry(&self, pod: &PodNetwork, plan: &Plan, node_nsid: u32) -> PodEntry {
         let mut rerouted = [0; MAX_REROUTED];
         for (place, interface) in rerouted.iter_mut().zip(&plan.rerouted) {
             *place = interface.index;
         }
         PodEntry {
-            netns_ino: pod.netns.id().ino,
             flags: flag(self.object.dial_rule == DialRule::Device, FLAG_LOOKUP_HAS_IFINDEX)
-                | flag(self.tc_mode == TcMode::Clsact, FLAG_CLSACT)
                 | flag(pod.rules.bypass_inbound, FLAG_BYPASS_INBOUND)
                 | flag(pod.rules.dns_capture, FLAG_DNS_CAPTURE),
-            changed_sysctls,
             node_nsid,
             rerouted,
             ..bytemuck::Zeroable::zeroed()
         }
+    }
+
+    /// What is to be known of an instance in `place`, before anything is changed there.
+    fn facts(&self, pod: &PodNetwork, place: Place) -> Facts {
+        let flags =
+            flag(self.tc_mode == TcMode::Clsact, FACT_CLSACT) | flag(pod.rules.dns_capture, FACT_DNS_CAPTURE);
+        place.facts(flags)
     }
 
     fn store(&self) -> MutexGuard<'_, Store> {
@@ -208,21 +211,27 @@ impl Ebpf {
     fn adopt(
         &self,
         pod: &PodNetwork,
+        place: Place,
         plan: &Plan,
         listeners: Listeners<'_>,
-        instance: &Instance,
+        (instance, facts): &Found,
     ) -> Result<Option<Programs>, Error> {
         if instance.build != self.build {
             tracing::info!(uid = %pod.uid, "replacing an instance of another build");
             return Ok(None);
         }
         let before = self.store().entry(instance.slot)?;
-        let entry = self.entry(pod, plan, before.changed_sysctls, self.node_nsid(&pod.netns)?);
-        let comparable = |e: &PodEntry| (e.netns_ino, e.flags & (FLAG_LOOKUP_HAS_IFINDEX | FLAG_CLSACT));
-        if comparable(&before) != comparable(&entry) {
-            tracing::info!(uid = %pod.uid, ?before, wanted = ?entry, "replacing an instance of another kind or namespace");
+        let entry = self.entry(pod, plan, self.node_nsid(&pod.netns)?);
+        let wanted = self.facts(pod, place);
+        let same_kind = |facts: &&Facts| {
+            facts::place(facts) == place
+                && facts.has(FACT_CLSACT) == wanted.has(FACT_CLSACT)
+                && before.has(FLAG_LOOKUP_HAS_IFINDEX) == entry.has(FLAG_LOOKUP_HAS_IFINDEX)
+        };
+        let Some(facts) = facts.as_ref().filter(same_kind) else {
+            tracing::info!(uid = %pod.uid, ?before, ?facts, wanted = ?entry, "replacing an instance of another kind or namespace");
             return Ok(None);
-        }
+        };
         let Some(programs) = self.in_place(pod, plan, instance) else {
             tracing::warn!(uid = %pod.uid, "hooks or pins of the capture are gone, or the pod has new interfaces: attaching anew");
             return Ok(None);
@@ -241,26 +250,41 @@ impl Ebpf {
         store.set_addresses(instance.slot, &plan.addresses)?;
         store.set_listeners(instance.slot, listeners)?;
         let entry = PodEntry {
-            flags: entry.flags | before.flags & (FLAG_TRACE | FLAG_ADDED_CLSACT),
-            changed_sysctls: before.changed_sysctls | changed,
+            flags: entry.flags | before.flags & FLAG_TRACE,
             ..entry
         };
         store.set_entry_and_rules(instance.slot, entry, &plan.rules)?;
+        let wanted = Facts {
+            flags: wanted.flags | facts.flags & FACT_ADDED_CLSACT,
+            changed_sysctls: facts.changed_sysctls | changed,
+            ..*facts
+        };
+        if wanted != *facts {
+            store.set_facts(instance.slot, wanted)?;
+        }
         tracing::debug!(uid = %pod.uid, "the programs are in place");
         Ok(Some(programs))
     }
 
-    /// Makes a new instance; `before` is the entry of the one that it replaces, if that serves the same namespace.
+    /// Makes a new instance; `before` is what is known of those that it replaces in the same namespace.
     fn install(
         &self,
         pod: &PodNetwork,
+        place: Place,
         plan: &Plan,
         listeners: Listeners<'_>,
         instance: &Instance,
-        before: Option<&PodEntry>,
+        before: Option<&Facts>,
     ) -> Result<Programs, Error> {
         let directory = instance.directory();
-        let had_dns = before.is_some_and(|before| before.has(FLAG_DNS_CAPTURE));
+        let mut facts = self.facts(pod, place);
+        if let Some(before) = before {
+            facts.flags |= before.flags & FACT_ADDED_CLSACT;
+            facts.changed_sysctls = before.changed_sysctls;
+        }
+        // Known from the first moment that something is to be found.
+        self.store().set_facts(instance.slot, facts)?;
+        let had_dns = before.is_some_and(|before| before.has(FACT_DNS_CAPTURE));
         self.give_dns(pod, plan, instance.slot, had_dns)?;
         let mut ebpf = self.object.load(instance.slot)?;
         self.object.load_own(&mut ebpf)?;
@@ -280,13 +304,12 @@ impl Ebpf {
             })?;
             Ok((changed, added))
         })?;
-        let changed_before = before.map_or(0, |before| before.changed_sysctls);
-        let mut entry = self.entry(pod, plan, changed | changed_before, node_nsid);
-        if added_clsact || before.is_some_and(|before| before.has(FLAG_ADDED_CLSACT)) {
-            entry.flags |= FLAG_ADDED_CLSACT;
-        }
+        facts.changed_sysctls |= changed;
+        facts.flags |= flag(added_clsact, FACT_ADDED_CLSACT);
         {
             let mut store = self.store();
+            store.set_facts(instance.slot, facts)?;
+            let entry = self.entry(pod, plan, node_nsid);
             store.set_entry_and_rules(instance.slot, entry, &plan.rules)?;
             store.set_addresses(instance.slot, &plan.addresses)?;
             store.set_listeners(instance.slot, listeners)?;
@@ -324,36 +347,114 @@ impl Ebpf {
             .filter(|programs| programs.look_up_in(&pod.netns))
     }
 
-    /// The entry of an instance, of whatever build.
-    fn read_entry(&self, instance: &Instance) -> Option<PodEntry> {
-        if instance.build == self.build {
-            return self.store().entry(instance.slot).ok();
+    /// What there is for a pod, of all builds: what is pinned, and what has lost its pins.
+    fn instances_of(&self, uid: &PodUid) -> Result<Vec<Found>, Error> {
+        let mut instances = self.pins.of(uid)?;
+        for slot in self.store().slots_of(uid) {
+            let instance = Instance {
+                build: self.build.clone(),
+                slot,
+                uid: uid.clone(),
+            };
+            if !instances.contains(&instance) {
+                instances.push(instance);
+            }
         }
-        let map = open_map(&instance.build.maps(), layout::PODS, PodMap::new).ok()?;
-        map.read(instance.slot).ok()
+        Ok(instances.into_iter().map(facts::found).collect())
+    }
+
+    /// Removes what there is for a pod.
+    fn remove(&self, uid: &PodUid, netns: Option<&Netns>) -> Result<(), Vec<Error>> {
+        let instances = self.instances_of(uid).map_err(|error| vec![error])?;
+        let freed = |instance: &Instance| self.free(instance, Last::Pass);
+        leftovers::remove(&self.pins, uid, &instances, netns, freed)
     }
 
     /// Takes an instance's pins away, the hooks with them, and empties its slot.
     fn dispose(&self, instance: &Instance, last: Last) -> Vec<Error> {
-        let mut errors = hooks::unpin(&instance.directory());
-        if instance.build == self.build {
-            errors.extend(self.store().free(instance.slot, last));
+        let errors = hooks::unpin(&instance.directory());
+        if errors.is_empty() {
+            self.free(instance, last)
+        } else {
+            // Programs that still run keep their slot.
+            errors
         }
-        errors
     }
 
-    /// Removes instances of a pod, and what they changed in its namespace if that is still there.
-    fn remove(&self, instances: &[Instance], netns: Option<&Netns>) -> Vec<Error> {
-        let entries: Vec<_> = instances
-            .iter()
-            .filter_map(|instance| self.read_entry(instance))
-            .collect();
-        let mut errors: Vec<_> = instances
-            .iter()
-            .flat_map(|instance| self.dispose(instance, Last::Pass))
-            .collect();
-        if let Some(netns) = netns {
-            errors.extend(leftovers::clean(netns, &entries));
+    /// Empties the slot of an instance whose programs run no more.
+    fn free(&self, instance: &Instance, last: Last) -> Vec<Error> {
+        if instance.build == self.build {
+            self.store().free(instance.slot, last)
+        } else {
+            Vec::new()
+        }
+    }
+
+    /// Takes away an instance that could not be made whole, in favour of those that are `here` from before.
+    fn give_way(&self, pod: &PodNetwork, plan: &Plan, instance: &Instance, here: &[Found]) -> Vec<Error> {
+        if self.tc_mode == TcMode::Clsact {
+            let filters = |(_, facts): &&Found| facts.is_none_or(|facts| facts.has(FACT_CLSACT));
+            let mut errors = Vec::new();
+            let undone = pod.netns.run(|| {
+                let mut earlier = here.iter().filter(filters).peekable();
+                if earlier.peek().is_none() {
+                    errors.extend(plan.interfaces.iter().flat_map(hooks::detach_filters));
+                    return errors.is_empty();
+                }
+                // Of several, one that was not made whole either may lack its programs.
+                earlier.any(|(earlier, _)| {
+                    let put_back = |interface| hooks::put_back(&earlier.directory(), interface);
+                    let result = plan.interfaces.iter().try_for_each(put_back);
+                    result.map_err(|error| errors.push(error)).is_ok()
+                })
+            });
+            if !undone.unwrap_or(false) {
+                // Its programs still run: it stays, and the next attempt finds it.
+                return errors;
+            }
+        }
+        self.dispose(instance, Last::Refused)
+    }
+
+    /// Takes away those that a new instance has replaced, `here` and in other namespaces.
+    fn remove_replaced(
+        &self,
+        pod: &PodNetwork,
+        plan: &Plan,
+        here: &[Found],
+        elsewhere: &[Found],
+    ) -> Vec<Error> {
+        let mut errors = Vec::new();
+        let before = facts::together(here.iter().map(|(_, facts)| *facts));
+        if let Some(before) = before.filter(|before| before.has(FACT_CLSACT)) {
+            // The others have become the new instance's.
+            let left: Vec<_> = plan
+                .all_interfaces
+                .iter()
+                .filter(|interface| self.tc_mode == TcMode::Tcx || !plan.interfaces.contains(interface))
+                .cloned()
+                .collect();
+            errors.extend(leftovers::inside(&pod.netns, || {
+                let errors: Vec<_> = left.iter().flat_map(hooks::detach_filters).collect();
+                if before.has(FACT_ADDED_CLSACT) {
+                    report(hooks::remove_clsact(&left));
+                }
+                errors
+            }));
+        }
+        if errors.is_empty() {
+            errors.extend(
+                here.iter()
+                    .flat_map(|(instance, _)| self.dispose(instance, Last::Pass)),
+            );
+        }
+        if !elsewhere.is_empty() {
+            match leftovers::others(&self.pins, &pod.uid) {
+                Ok(others) => errors.extend(elsewhere.iter().flat_map(|found| {
+                    leftovers::remove_one(found, None, &others, |instance| self.free(instance, Last::Pass))
+                })),
+                Err(error) => errors.push(error),
+            }
         }
         errors
     }
@@ -366,52 +467,39 @@ impl Ebpf {
         plan: &Plan,
         listeners: Listeners<'_>,
     ) -> Result<(Instance, Programs), Error> {
-        let earlier = self.pins.of(&pod.uid)?;
-        if let [instance] = earlier.as_slice()
-            && let Some(programs) = self.adopt(pod, plan, listeners, instance)?
+        let place = Place::of(&pod.netns)?;
+        let earlier = self.instances_of(&pod.uid)?;
+        if let [found] = earlier.as_slice()
+            && let Some(programs) = self.adopt(pod, place, plan, listeners, found)?
         {
-            return Ok((instance.clone(), programs));
+            return Ok((found.0.clone(), programs));
         }
-        let same_netns = earlier
-            .iter()
-            .filter_map(|instance| self.read_entry(instance))
-            .find(|before| before.netns_ino == pod.netns.id().ino);
+        let is_here = |(_, facts): &Found| facts.is_none_or(|facts| facts::place(&facts) == place);
+        let (here, elsewhere): (Vec<_>, Vec<_>) = earlier.into_iter().partition(is_here);
+        let before = facts::together(here.iter().map(|(_, facts)| *facts));
         let instance = Instance {
             build: self.build.clone(),
-            slot: self.store().allocate()?,
+            slot: self.store().allocate(&pod.uid)?,
             uid: pod.uid.clone(),
         };
-        let installed = self.install(pod, plan, listeners, &instance, same_netns.as_ref());
-        let programs = match installed {
-            Ok(programs) => programs,
-            Err(error) => {
-                if same_netns.is_some() {
-                    // The earlier instance stays: its pod fails closed.
-                    report(self.dispose(&instance, Last::Refused));
-                } else {
-                    report(self.remove(&[instance], Some(&pod.netns)));
-                }
-                return Err(error);
+        match self.install(pod, place, plan, listeners, &instance, before.as_ref()) {
+            Ok(programs) => {
+                report(self.remove_replaced(pod, plan, &here, &elsewhere));
+                Ok((instance, programs))
             }
-        };
-        if self.tc_mode == TcMode::Tcx && same_netns.is_some_and(|before| before.has(FLAG_CLSACT)) {
-            let added = same_netns.is_some_and(|before| before.has(FLAG_ADDED_CLSACT));
-            let detached = pod.netns.run(|| {
-                let mut errors: Vec<_> = plan.interfaces.iter().flat_map(hooks::detach_filters).collect();
-                if added {
-                    errors.extend(hooks::remove_clsact(&plan.interfaces));
-                }
-                errors
-            });
-            report(detached.unwrap_or_default());
+            Err(error) => {
+                report(if before.is_some() {
+                    // The earlier instance stays: its pod fails closed.
+                    self.give_way(pod, plan, &instance, &here)
+                } else {
+                    let others = leftovers::others(&self.pins, &pod.uid)?;
+                    let freed = |instance: &Instance| self.free(instance, Last::Pass);
+                    let found = facts::found(instance);
+                    leftovers::remove_one(&found, Some((&pod.netns, place)), &others, freed)
+                });
+                Err(error)
+            }
         }
-        report(
-            earlier
-                .iter()
-                .flat_map(|instance| self.dispose(instance, Last::Pass))
-                .collect(),
-        );
-        Ok((instance, programs))
     }
 
     fn known(&self) -> MutexGuard<'_, HashMap<PodUid, Arc<Known>>> {
@@ -479,16 +567,12 @@ impl Redirector for Ebpf {
 
     fn detach(&self, pod: &PodNetwork) -> Result<(), Vec<Error>> {
         self.known().remove(&pod.uid);
-        let instances = self.pins.of(&pod.uid).map_err(|error| vec![error])?;
-        all_or(self.remove(&instances, Some(&pod.netns)))
+        self.remove(&pod.uid, Some(&pod.netns))
     }
 
     fn forget(&self, uid: &PodUid) -> Result<(), Vec<Error>> {
         self.known().remove(uid);
-        let instances = self.pins.of(uid).map_err(|error| vec![error])?;
-        let entry = instances.iter().find_map(|instance| self.read_entry(instance));
-        let netns = entry.and_then(|entry| Netns::find(entry.netns_ino));
-        all_or(self.remove(&instances, netns.as_ref()))
+        self.remove(uid, None)
     }
 
     fn attached(&self) -> Result<Vec<PodUid>, Error> {
@@ -536,6 +620,10 @@ impl Redirector for Ebpf {
 /// The kernel has TCX from 6.6 on.
 fn tcx_supported() -> bool {
     aya::util::KernelVersion::current().is_ok_and(|version| version >= aya::util::KernelVersion::new(6, 6, 0))
+}
+
+const fn flag(on: bool, flag: u32) -> u32 {
+    if on { flag } else { 0 }
 }
 
 fn open_map<T>(

@@ -13,7 +13,8 @@ use aya::{
     programs::{Program, ProgramError, SchedClassifier, SkLookup},
 };
 use redirector_common::maps::{
-    ADDRESSES, COUNTERS, DECIDERS, Decider, HINTS, LISTENERS, MAX_PODS, PODS, PROBERS, RULES, SLOT, TAGS,
+    ADDRESSES, COUNTERS, DECIDERS, Decider, FACTS, HINTS, LISTENERS, MAX_PODS, PODS, PROBERS, RULES, SLOT,
+    TAGS,
 };
 
 use super::pins::Build;
@@ -94,7 +95,7 @@ impl Object {
             loader.map_pin_path(name, shared.join(name));
         }
         for name in [
-            PODS, ADDRESSES, RULES, LISTENERS, COUNTERS, DECIDERS, PROBERS, HINTS,
+            PODS, FACTS, ADDRESSES, RULES, LISTENERS, COUNTERS, DECIDERS, PROBERS, HINTS,
         ] {
             if let Some(build) = build {
                 loader.map_pin_path(name, build.maps().join(name));

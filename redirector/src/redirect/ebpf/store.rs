@@ -10,8 +10,8 @@ use std::{
 use aya::maps::{MapData, MapError, SockMap};
 use redirector_common::{
     maps::{
-        self as layout, AddressKey, FLAG_RELEASING, Listener, MAX_PODS, PodEntry, RULE_KEY_PREFIX, RuleKey,
-        listener_index,
+        self as layout, AddressKey, FLAG_RELEASING, Facts, Listener, MAX_PODS, PodEntry, RULE_KEY_PREFIX,
+        RuleKey, listener_index,
     },
     net::Addr,
     rules::{self, GENERATION},
@@ -19,14 +19,17 @@ use redirector_common::{
 };
 
 use super::{
-    dns, open_map,
+    dns,
+    facts::FREED,
+    open_map,
     pins::Build,
     trie::{Compiled, Prefix},
 };
 use crate::{
+    mesh::pod::PodUid,
     redirect::{
         Count, Error, Listeners,
-        maps::{AddressMap, CounterMap, PodMap, RuleMap},
+        maps::{AddressMap, CounterMap, FactsMap, PodMap, RuleMap},
     },
     sys::{listening::Listening, socket},
 };
@@ -34,6 +37,7 @@ use crate::{
 /// The maps, and who has which slot.
 pub(super) struct Store {
     pods: PodMap,
+    facts: FactsMap,
     addresses: AddressMap,
     rules: RuleMap,
     listeners: SockMap<MapData>,
@@ -43,8 +47,9 @@ pub(super) struct Store {
 }
 
 /// What a slot holds, as far as this agent knows: what an earlier one wrote is read back where it matters.
-#[derive(Default)]
 struct Held {
+    /// Whose it is, even when its pins are lost.
+    owner: PodUid,
     addresses: BTreeSet<IpAddr>,
     rules: Option<Compiled>,
     /// Keys in the trie, of whatever generation.
@@ -56,6 +61,20 @@ struct Held {
     /// The listeners that the slot has been given, by socket cookie. The same socket is never put into its place again: kernels
     /// differ in what that leaves of the link by which a socket leaves the map when it closes.
     listeners: Option<[u64; 3]>,
+}
+
+impl Held {
+    fn by(owner: PodUid) -> Self {
+        Self {
+            owner,
+            addresses: BTreeSet::new(),
+            rules: None,
+            keys: Vec::new(),
+            dns_candidates: None,
+            dns: HashMap::new(),
+            listeners: None,
+        }
+    }
 }
 
 /// What becomes of the new connections that the programs of an emptied slot may still see.
@@ -73,6 +92,7 @@ impl Store {
         let maps = build.maps();
         let mut store = Self {
             pods: open_map(&maps, layout::PODS, PodMap::new)?,
+            facts: open_map(&maps, layout::FACTS, FactsMap::new)?,
             addresses: open_map(&maps, layout::ADDRESSES, AddressMap::new)?,
             rules: open_map(&maps, layout::RULES, RuleMap::new)?,
             listeners: open_map(&maps, layout::LISTENERS, |map| {
@@ -83,8 +103,8 @@ impl Store {
             last: 0,
         };
         for instance in build.instances()? {
-            store.slots.insert(instance.slot, Held::default());
             store.last = store.last.max(instance.slot);
+            store.slots.insert(instance.slot, Held::by(instance.uid));
         }
         let failed = |error| Error::new("reading the pods' maps", error);
         let mut stale = (Vec::new(), Vec::new());
@@ -112,7 +132,7 @@ impl Store {
     }
 
     /// A slot for a new pod.
-    pub(super) fn allocate(&mut self) -> Result<u32, Error> {
+    pub(super) fn allocate(&mut self, owner: &PodUid) -> Result<u32, Error> {
         let max = MAX_PODS as u32;
         let free = (1..=max)
             .map(|step| (self.last + step) % max)
@@ -126,7 +146,7 @@ impl Store {
         self.counters
             .clear(slot)
             .map_err(|error| Error::new("clearing the pod's packet counters", error))?;
-        self.slots.insert(slot, Held::default());
+        self.slots.insert(slot, Held::by(owner.clone()));
         self.last = slot;
         Ok(slot)
     }
@@ -154,6 +174,7 @@ impl Store {
                 ..bytemuck::Zeroable::zeroed()
             },
         ));
+        note(self.facts.write(slot, FREED));
         for address in held.addresses {
             note(self.addresses.remove(address_key(slot, address)));
         }
@@ -174,6 +195,18 @@ impl Store {
         entry.map_err(|error| Error::new("reading the pod's map entry", error))
     }
 
+    /// The slots that are a pod's, pinned or not.
+    pub(super) fn slots_of(&self, owner: &PodUid) -> Vec<u32> {
+        let own = self.slots.iter().filter(|(_, held)| held.owner == *owner);
+        own.map(|(slot, _)| *slot).collect()
+    }
+
+    /// Replaces what is known of a pod.
+    pub(super) fn set_facts(&mut self, slot: u32, facts: Facts) -> Result<(), Error> {
+        let written = self.facts.write(slot, facts);
+        written.map_err(|error| Error::new("writing what is known of the pod", error))
+    }
+
     /// Replaces a pod's entry; its rules stay as they are.
     pub(super) fn set_entry(&mut self, slot: u32, entry: PodEntry) -> Result<(), Error> {
         let rules = self.entry(slot)?.rules;
@@ -189,7 +222,7 @@ impl Store {
     pub(super) fn set_addresses(&mut self, slot: u32, addresses: &[IpAddr]) -> Result<(), Error> {
         let failed = |error| Error::new("writing the pod's addresses", error);
         let wanted: BTreeSet<_> = addresses.iter().copied().collect();
-        let held = self.slots.entry(slot).or_default();
+        let held = held(&mut self.slots, slot)?;
         for address in wanted.difference(&held.addresses) {
             self.addresses
                 .insert(address_key(slot, *address))
@@ -213,7 +246,7 @@ impl Store {
         wanted: &Compiled,
     ) -> Result<(), Error> {
         let before = self.entry(slot)?.rules;
-        let held = self.slots.entry(slot).or_default();
+        let held = held(&mut self.slots, slot)?;
         if held.rules.as_ref() == Some(wanted) {
             return self.set_entry(slot, entry);
         }
@@ -255,7 +288,7 @@ impl Store {
             socket::cookie(listener).map_err(|error| Error::new("reading a listener's cookie", error))
         };
         let cookies = [cookie(places[0])?, cookie(places[1])?, cookie(places[2])?];
-        let held = self.slots.entry(slot).or_default();
+        let held = held(&mut self.slots, slot)?;
         if held.listeners == Some(cookies) {
             return Ok(());
         }
@@ -282,7 +315,7 @@ impl Store {
         candidates: Option<Vec<Listening>>,
         sockets: &dns::Sockets,
     ) -> Result<(), Error> {
-        let held = self.slots.entry(slot).or_default();
+        let held = held(&mut self.slots, slot)?;
         for place in dns::PLACES {
             let index = listener_index(slot, place);
             let socket = sockets.iter().find(|(wanted, _)| *wanted == place);
@@ -313,6 +346,15 @@ impl Store {
     pub(super) fn counts(&self, slot: u32) -> Result<Vec<Count>, Error> {
         read_counts(&self.counters, slot)
     }
+}
+
+fn held(slots: &mut HashMap<u32, Held>, slot: u32) -> Result<&mut Held, Error> {
+    slots.get_mut(&slot).ok_or_else(|| {
+        Error::new(
+            format!("filling slot {slot} of the maps"),
+            "it is no pod's: somebody pins beside this agent",
+        )
+    })
 }
 
 /// What is counted in a slot of a map.
