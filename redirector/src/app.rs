@@ -169,19 +169,27 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
     let mut tasks = JoinSet::new();
     let mesh = start_mesh(&config, &mut tasks, &serving)?;
     let identities = Store::new(certificates(&config)?);
-    let redirector = {
+    let prepared = {
         let config = config.clone();
-        tokio::task::spawn_blocking(move || build_redirector(&config))
+        tokio::task::spawn_blocking(move || prepare_redirector(&config))
             .await
-            .map_err(|_| Error::Ended)??
+            .map_err(|_| Error::Ended)?
     };
-    // Whatever the backend: the pins of an earlier agent are removed pod by pod, those of another one must not be.
+    prepared?;
+    // Before anything is changed there, and whatever the backend: the pins of an earlier agent are removed pod by pod, those of another
+    // one must not be.
     let _pins = match lock(&config.bpffs_dir, "--bpffs-dir") {
         Err(Error::Lock {
             source: LockError::System(error),
             ..
         }) if error.kind() == io::ErrorKind::NotFound => None,
         locked => Some(locked?),
+    };
+    let redirector = {
+        let config = config.clone();
+        tokio::task::spawn_blocking(move || build_redirector(&config))
+            .await
+            .map_err(|_| Error::Ended)??
     };
 
     let (probers_sender, probers) = watch::channel(None);
@@ -279,6 +287,14 @@ async fn end(mut tasks: JoinSet<()>) {
         warn!("some tasks did not end in time and are aborted");
     }
     tasks.shutdown().await;
+}
+
+/// Makes what is to be locked before the backend may change it. Blocking.
+fn prepare_redirector(config: &Config) -> Result<(), Error> {
+    if config.redirect == Redirect::Ebpf {
+        ebpf::Ebpf::prepare(&config.bpffs_dir).map_err(Error::Redirect)?;
+    }
+    Ok(())
 }
 
 /// The backend that the configuration names, with what an earlier agent left of another. Blocking.

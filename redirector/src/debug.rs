@@ -15,7 +15,7 @@ use crate::{
     mesh::pod::PodUid,
     redirect::{
         Count, PodNetwork,
-        ebpf::{Config, Ebpf, trace::Trace},
+        ebpf::{Config, observe::Observation, trace::Trace},
         rules::Rules,
     },
     sys::netns::Netns,
@@ -50,7 +50,7 @@ pub async fn load(netns: &str, config: Config, shutdown: impl Future<Output = ()
         addresses: Vec::new(),
         rules: Rules::default(),
     };
-    let observation = tokio::task::spawn_blocking(move || Ebpf::open(&config)?.observe(&pod)).await??;
+    let observation = tokio::task::spawn_blocking(move || Observation::begin(&config, &pod)).await??;
     let mut out = io::stdout();
     writeln!(
         out,

@@ -6,6 +6,7 @@ use nix::sys::signal::Signal;
 use redirector_tests::{
     agent::{Options, binary},
     app::{self, App},
+    footprint::pinned_below,
     mesh::{Mesh, PORT},
     node::{Family, Node},
     process::{Process, command, output},
@@ -29,6 +30,10 @@ fn main() -> ExitCode {
             case(
                 "load_refuses_the_nodes_own_namespace",
                 load_refuses_the_nodes_own_namespace,
+            ),
+            case(
+                "load_touches_nothing_of_a_live_agent",
+                load_touches_nothing_of_a_live_agent,
             ),
             case(
                 "trace_can_be_switched_on_and_off",
@@ -76,6 +81,28 @@ fn load_counts_and_leaves_nothing(flags: &[&str]) {
         load.output()
     );
     assert_eq!(filters(), "");
+}
+
+/// Beside its pods, with the directory that it has locked.
+fn load_touches_nothing_of_a_live_agent() {
+    let mesh = Mesh::hbone(Options::default());
+    let _app = App::start(&mesh.server.ns, (Family::V4.any(), PORT).into(), app::who);
+    let connect = || app::ask_who(&mesh.client.ns, mesh.server.addr(Family::V4, PORT)).unwrap();
+    connect();
+    let pinned = || pinned_below(&mesh.agent.bpffs_dir());
+    let before = pinned();
+    let mut load = command(&mesh.node.host.ns, redirector());
+    load.args(["load", "--netns", mesh.stranger.ns.name(), "--bpffs-dir"])
+        .arg(mesh.agent.bpffs_dir());
+    let mut load = Process::start(&mut load, &mesh.node.directory().join("load.log")).unwrap();
+    wait::until("the programs to be attached", || {
+        load.output().contains("attached to eth0").then_some(())
+    });
+    assert_eq!(pinned(), before);
+    assert_eq!(connect(), mesh.client.v4.to_string());
+    load.signal(Signal::SIGINT);
+    assert!(load.wait(DEADLINE).expect("it ends at SIGINT").success());
+    assert_eq!(pinned(), before);
 }
 
 fn load_refuses_the_nodes_own_namespace() {

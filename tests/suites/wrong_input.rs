@@ -13,6 +13,7 @@ use redirector_tests::{
     app::{self, App},
     capture::opened_ports,
     cni,
+    footprint::pinned_below,
     mesh::{Mesh, PORT},
     node::{Family, Node},
     process,
@@ -188,6 +189,8 @@ fn the_socket_is_not_for_everybody() {
 fn what_a_live_agent_has_is_not_taken() {
     let mesh = Mesh::hbone(Options::default());
     let directory = mesh.node.directory();
+    let pinned = || pinned_below(&mesh.agent.bpffs_dir());
+    let before = pinned();
     for (shared, named) in [
         ("--cni-socket", "cni.sock"),
         ("--state-dir", "--state-dir"),
@@ -213,6 +216,8 @@ fn what_a_live_agent_has_is_not_taken() {
         let last = text.lines().last().unwrap_or_default();
         assert!(last.contains(named) && last.contains("agent"), "{shared}: {text}");
     }
+    // Not even for a moment: what all pods go on to is as it was.
+    assert_eq!(pinned(), before);
     let _app = App::start(&mesh.server.ns, (Family::V4.any(), PORT).into(), app::who);
     let capture = mesh.node.capture(&mesh.server);
     app::ask_who(&mesh.client.ns, mesh.server.addr(Family::V4, PORT)).unwrap();

@@ -23,6 +23,7 @@ use aya::{
         },
     },
     sys::SyscallError,
+    util::KernelVersion,
 };
 
 /// How TC programs are attached.
@@ -32,6 +33,18 @@ pub(super) enum TcMode {
     Tcx,
     /// Filters of a clsact qdisc.
     Clsact,
+}
+
+impl TcMode {
+    /// The best that this kernel has.
+    pub(super) fn of_kernel(force_clsact: bool) -> Self {
+        let has_tcx = KernelVersion::current().is_ok_and(|version| version >= KernelVersion::new(6, 6, 0));
+        if has_tcx && !force_clsact {
+            Self::Tcx
+        } else {
+            Self::Clsact
+        }
+    }
 }
 
 /// Handle of our clsact filters, in a priority that nobody else has.

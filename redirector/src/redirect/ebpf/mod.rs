@@ -119,16 +119,26 @@ struct Probers {
 }
 
 impl Ebpf {
-    /// Opens the backend: mounts the bpffs if needed, tries all programs on this kernel, and loads those that all pods share. What is
-    /// left of builds that serve no pod is removed.
+    /// Makes the directory for pins, on a bpffs that is mounted if there is none. Nothing else is touched: whoever goes on to
+    /// [`Self::open`] locks it first.
+    ///
+    /// # Errors
+    /// A missing right.
+    pub fn prepare(bpffs_dir: &Path) -> Result<(), Error> {
+        Pins::prepare(bpffs_dir).map(drop)
+    }
+
+    /// Opens the backend in a directory that is prepared and locked: tries all programs on this kernel, and loads those that all pods
+    /// share. What is left of builds that serve no pod is removed.
     ///
     /// # Errors
     /// A missing right, a kernel without a needed feature, a binary built without eBPF: each says what to do.
     pub fn open(config: &Config) -> Result<Self, Error> {
         object::check_embedded(object::OBJECT)?;
-        let pins = Pins::prepare(&config.bpffs_dir)?;
+        let pins = Pins::existing(&config.bpffs_dir);
         let build = pins.build(object::build_hash())?;
-        let object = Object::prepare(&pins.shared(), Some(&build), config.force_source_port)?;
+        let pinned = object::pins_of(&pins.shared(), &build);
+        let object = Object::prepare(pinned, config.force_source_port)?;
         let mut trial = object.load(0)?;
         object.load_own(&mut trial)?;
         object::load_shared(&mut trial)?;
@@ -142,11 +152,7 @@ impl Ebpf {
                 tracing::warn!(%error, "an older build's maps stay");
             }
         }
-        let tc_mode = if config.force_clsact || !tcx_supported() {
-            TcMode::Clsact
-        } else {
-            TcMode::Tcx
-        };
+        let tc_mode = TcMode::of_kernel(config.force_clsact);
         let tags = open_map(&pins.shared(), layout::TAGS, TagMap::new)?;
         let store = Store::open(&build)?;
         let node =
@@ -615,11 +621,6 @@ impl Redirector for Ebpf {
         let mut tags = self.tags.lock().unwrap_or_else(PoisonError::into_inner);
         tags.set(&socket, Tag::Proxy).map_err(io::Error::other)
     }
-}
-
-/// The kernel has TCX from 6.6 on.
-fn tcx_supported() -> bool {
-    aya::util::KernelVersion::current().is_ok_and(|version| version >= aya::util::KernelVersion::new(6, 6, 0))
 }
 
 const fn flag(on: bool, flag: u32) -> u32 {

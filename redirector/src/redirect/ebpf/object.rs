@@ -3,7 +3,7 @@
 use std::{
     hash::{DefaultHasher, Hash, Hasher},
     io,
-    path::Path,
+    path::{Path, PathBuf},
     sync::{Mutex, PoisonError},
 };
 
@@ -36,6 +36,16 @@ const LOOKUP: &str = "redir_lookup";
 const LOOKUP_BY_PORT: &str = "redir_lookup_old";
 /// Name of the map of debug records.
 const LOGS: &str = "AYA_LOGS";
+
+/// Where the maps of a build are pinned: those that the node shares in `shared`, and the others in the build's directory.
+pub(super) fn pins_of(shared: &Path, build: &Build) -> Vec<(&'static str, PathBuf)> {
+    let of_node = [TAGS, LOGS].map(|name| (name, shared.join(name)));
+    let of_build = [
+        PODS, FACTS, ADDRESSES, RULES, LISTENERS, COUNTERS, DECIDERS, PROBERS, HINTS,
+    ]
+    .map(|name| (name, build.maps().join(name)));
+    of_node.into_iter().chain(of_build).collect()
+}
 
 /// Numbers that live as long as the loader asks for.
 static SLOTS: [u32; MAX_PODS] = {
@@ -82,24 +92,15 @@ pub(super) fn build_hash() -> u64 {
 }
 
 impl Object {
-    /// Prepares loading with the maps that the node shares pinned in `shared`, and the others in the directories of `build`, or
-    /// nowhere without one. Tries what this kernel can.
+    /// Prepares loading with the maps of these names pinned there, and the others nowhere. Tries what this kernel can.
     pub(super) fn prepare(
-        shared: &Path,
-        build: Option<&Build>,
+        pinned: impl IntoIterator<Item = (&'static str, PathBuf)>,
         force_source_port: bool,
     ) -> Result<Self, Error> {
         let mut loader = EbpfLoader::new();
         loader.verifier_log_level(VerifierLogLevel::STATS);
-        for name in [TAGS, LOGS] {
-            loader.map_pin_path(name, shared.join(name));
-        }
-        for name in [
-            PODS, FACTS, ADDRESSES, RULES, LISTENERS, COUNTERS, DECIDERS, PROBERS, HINTS,
-        ] {
-            if let Some(build) = build {
-                loader.map_pin_path(name, build.maps().join(name));
-            }
+        for (name, path) in pinned {
+            loader.map_pin_path(name, path);
         }
         let mut object = Self {
             loader: Mutex::new(loader),

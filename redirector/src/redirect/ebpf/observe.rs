@@ -1,13 +1,16 @@
-//! The programs on a namespace without a proxy: they count what they would do, and let everything pass.
+//! The programs on a namespace without a proxy: they count what they would do, and let everything pass. An agent may serve pods
+//! meanwhile: of what is pinned, only the tags of its proxies' sockets are used, if there are any, to tell those as it does.
 
 use std::sync::Arc;
 
 use redirector_common::maps::{self as layout, FLAG_LOOKUP_HAS_IFINDEX, FLAG_OBSERVE, PodEntry};
 
 use super::{
-    DialRule, Ebpf, Object,
+    Config,
     hooks::{self, Earlier, Hook, TcMode},
-    in_netns, object,
+    in_netns,
+    object::{self, DialRule, Object},
+    pins::Pins,
     plan::Plan,
     store::{address_key, read_counts},
 };
@@ -32,37 +35,18 @@ pub struct Observation {
 }
 
 impl Observation {
-    /// What has been counted so far.
-    pub fn counts(&self) -> Result<Vec<Count>, Error> {
-        read_counts(&self.counters, SLOT)
-    }
-
-    /// The interfaces that are observed.
-    pub fn interfaces(&self) -> &[String] {
-        &self.interfaces
-    }
-}
-
-impl Drop for Observation {
-    fn drop(&mut self) {
-        let hooks = std::mem::take(&mut self.hooks);
-        // Dropping a filter removes it by its interface's index, which means something only in its own namespace.
-        if let Err(error) = self.netns.run(|| drop(hooks)) {
-            tracing::error!(%error, netns = %self.netns.id(), "the programs stay attached");
-        }
-    }
-}
-
-impl Ebpf {
     /// Observes the namespace of `pod`. Blocking.
     ///
     /// # Errors
     /// Those of an attachment.
-    pub fn observe(&self, pod: &PodNetwork) -> Result<Observation, Error> {
+    pub fn begin(config: &Config, pod: &PodNetwork) -> Result<Self, Error> {
+        object::check_embedded(object::OBJECT)?;
         let plan = Plan::of(pod)?;
+        let tc_mode = TcMode::of_kernel(config.force_clsact);
         // Maps of its own: nothing that serves pods is touched.
-        let force_source_port = self.object.dial_rule == DialRule::SourcePort;
-        let object = Object::prepare(&self.pins.shared(), None, force_source_port)?;
+        let tags = Pins::existing(&config.bpffs_dir).shared().join(layout::TAGS);
+        let pinned = tags.exists().then_some((layout::TAGS, tags));
+        let object = Object::prepare(pinned, config.force_source_port)?;
         let mut ebpf = object.load(SLOT)?;
         object.load_own(&mut ebpf)?;
         object::load_shared(&mut ebpf)?;
@@ -112,21 +96,36 @@ impl Ebpf {
             programs: ebpf,
         };
         in_netns(&pod.netns, || {
-            if self.tc_mode == TcMode::Clsact {
+            if tc_mode == TcMode::Clsact {
                 // It stays: by the end of an observation somebody else may use it.
                 hooks::add_clsact(&plan.interfaces)?;
             }
             for interface in &plan.interfaces {
-                let attached = hooks::attach_tc(
-                    &mut observation.programs,
-                    self.tc_mode,
-                    interface,
-                    Earlier::Refused,
-                )?;
+                let attached =
+                    hooks::attach_tc(&mut observation.programs, tc_mode, interface, Earlier::Refused)?;
                 observation.hooks.extend(attached);
             }
             Ok(())
         })?;
         Ok(observation)
+    }
+    /// What has been counted so far.
+    pub fn counts(&self) -> Result<Vec<Count>, Error> {
+        read_counts(&self.counters, SLOT)
+    }
+
+    /// The interfaces that are observed.
+    pub fn interfaces(&self) -> &[String] {
+        &self.interfaces
+    }
+}
+
+impl Drop for Observation {
+    fn drop(&mut self) {
+        let hooks = std::mem::take(&mut self.hooks);
+        // Dropping a filter removes it by its interface's index, which means something only in its own namespace.
+        if let Err(error) = self.netns.run(|| drop(hooks)) {
+            tracing::error!(%error, netns = %self.netns.id(), "the programs stay attached");
+        }
     }
 }
