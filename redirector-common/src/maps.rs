@@ -6,6 +6,7 @@
 //! |-------------|--------------------|--------|--------------------------------------------------|---------------------|
 //! | `PODS`      | array              | build  | slot                                             | [`PodEntry`]        |
 //! | `FACTS`     | array              | build  | slot                                             | [`Facts`]           |
+//! | `TRACED`    | array              | build  | slot                                             | 1 if traced (u32)   |
 //! | `ADDRESSES` | hash               | build  | [`AddressKey`]                                   | 1 (u32)             |
 //! | `RULES`     | LPM trie           | build  | [`RuleKey`]                                      | [`crate::rules::Match`] (u32) |
 //! | `LISTENERS` | sockmap            | build  | [`listener_index`]                               | socket              |
@@ -23,6 +24,8 @@ use crate::{net::Addr, verdict::Counter};
 pub const PODS: &str = "PODS";
 /// Name of what agents know of the pods, and programs need not.
 pub const FACTS: &str = "FACTS";
+/// Name of the marks of the pods that are traced.
+pub const TRACED: &str = "TRACED";
 /// Name of the pods' addresses.
 pub const ADDRESSES: &str = "ADDRESSES";
 /// Name of the pods' rules.
@@ -48,8 +51,11 @@ pub const MAX_PODS: usize = 1024;
 pub const MAX_ADDRESSES: usize = 64;
 /// Most addresses of all pods. Memory is taken as they come.
 pub const MAX_ALL_ADDRESSES: usize = 16 * MAX_PODS;
-/// Most entries in the rules of all pods. Memory is taken as they come.
-pub const MAX_ALL_RULES: usize = 256 * MAX_PODS;
+/// Most entries that the rules of one pod may come to.
+pub const MAX_POD_RULES: usize = 512;
+/// Most entries in the rules of all pods: those in force, and those of before, which stay until the next change. Memory is taken as
+/// they come.
+pub const MAX_ALL_RULES: usize = 2 * MAX_POD_RULES * MAX_PODS;
 /// Most cgroups whose processes may probe.
 pub const MAX_PROBERS: usize = 16;
 /// Most hints. One is needed for some microseconds; a full map forgets the oldest, whose probe is then captured. Each CPU keeps a
@@ -76,7 +82,7 @@ pub struct RuleKey {
     pub slot: u32,
     /// One of [`crate::rules::Subject`].
     pub subject: u8,
-    /// Which of two sets of rules: one is in force, the other is being made.
+    /// Which of two sets of rules: one is in force, the other was before or is being made.
     pub generation: u8,
     /// Zero.
     pub zero: [u8; 2],
@@ -144,17 +150,15 @@ pub const MAX_REROUTED: usize = 8;
 
 /// Count, but let everything pass: `redirector load`.
 pub const FLAG_OBSERVE: u32 = 1;
-/// Write a debug record for each new connection.
-pub const FLAG_TRACE: u32 = 1 << 1;
 /// `bpf_sk_lookup.ingress_ifindex` exists (5.17 on): the proxy's own dial is told by its device, lo. Without it, by its source
 /// port.
-pub const FLAG_LOOKUP_HAS_IFINDEX: u32 = 1 << 2;
+pub const FLAG_LOOKUP_HAS_IFINDEX: u32 = 1 << 1;
 /// Capture nothing new: the pod is being released, and its captured connections may end in peace.
-pub const FLAG_RELEASING: u32 = 1 << 3;
+pub const FLAG_RELEASING: u32 = 1 << 2;
 /// Capture nothing inbound but HBONE: the pod is an ingress gateway.
-pub const FLAG_BYPASS_INBOUND: u32 = 1 << 4;
+pub const FLAG_BYPASS_INBOUND: u32 = 1 << 3;
 /// The pod's DNS goes to the listeners of port 15053.
-pub const FLAG_DNS_CAPTURE: u32 = 1 << 5;
+pub const FLAG_DNS_CAPTURE: u32 = 1 << 4;
 
 impl PodEntry {
     /// Whether all bits of `flag` are set.

@@ -5,7 +5,7 @@ use aya_ebpf::{macros::classifier, programs::TcContext};
 use aya_log_ebpf::debug;
 use redirector_common::{
     consts::{MARK_MASK, MARK_PROXY, MARK_REROUTED},
-    maps::{FLAG_OBSERVE, FLAG_TRACE, Listener, Tag},
+    maps::{FLAG_OBSERVE, Listener, Tag},
     packet::{self, Parsed, TcpMeta},
     verdict::{self, Counter, Egress, Ingress, Sender},
 };
@@ -46,7 +46,7 @@ fn untagged(ctx: &TcContext, sender: tags::SenderSocket, pod: Pod) -> Egress {
             verdict::egress_by_socket_table(steer::far_end_is_here(ctx, tcp))
         }
         (Egress::Capture(_), Parsed::Tcp(tcp)) => {
-            if pod.entry.has(FLAG_TRACE) {
+            if pod.is_traced() {
                 trace_capture(ctx, tcp);
             }
             verdict

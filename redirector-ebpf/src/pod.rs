@@ -31,6 +31,9 @@ static PODS: Array<PodEntry, MAX_PODS> = Array::new();
 static FACTS: Array<Facts, MAX_PODS> = Array::new();
 
 #[btf_map]
+static TRACED: Array<u32, MAX_PODS> = Array::new();
+
+#[btf_map]
 static ADDRESSES: HashMap<AddressKey, u32, MAX_ALL_ADDRESSES, NO_PREALLOC> = HashMap::new();
 
 #[btf_map]
@@ -73,6 +76,12 @@ impl Pod {
     #[inline(always)]
     fn at(slot: u32) -> Option<Self> {
         PODS.get(slot).map(|entry| Self { slot, entry })
+    }
+
+    /// Whether somebody reads records of its new connections.
+    #[inline(always)]
+    pub(crate) fn is_traced(self) -> bool {
+        TRACED.get(self.slot).is_some_and(|traced| *traced != 0)
     }
 
     /// Where the sockmap has a listener of the pod's.

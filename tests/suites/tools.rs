@@ -1,8 +1,10 @@
 //! The subcommands beside `agent`, as somebody at a terminal uses them: `load`, `trace`, `status`.
 
-use std::{process::ExitCode, time::Duration};
+use std::{fs, process::ExitCode, time::Duration};
 
+use aya::maps::{Array, Map, MapData};
 use nix::sys::signal::Signal;
+use redirector_common::maps::{PODS, PodEntry};
 use redirector_tests::{
     agent::{Options, binary},
     app::{self, App},
@@ -117,11 +119,21 @@ fn load_refuses_the_nodes_own_namespace() {
     }
 }
 
+/// The pods' entries.
+fn entries(mesh: &Mesh) -> Vec<[u8; size_of::<PodEntry>()]> {
+    let mut builds = fs::read_dir(mesh.agent.bpffs_dir().join("builds")).unwrap();
+    let maps = builds.next().unwrap().unwrap().path().join("maps");
+    let map = MapData::from_pin(maps.join(PODS)).unwrap();
+    let entries = Array::<_, [u8; size_of::<PodEntry>()]>::try_from(Map::Array(map)).unwrap();
+    entries.iter().map(Result::unwrap).collect()
+}
+
 fn trace_can_be_switched_on_and_off() {
     let mesh = Mesh::hbone(Options::default());
     let _app = App::start(&mesh.server.ns, (Family::V4.any(), PORT).into(), app::who);
     let connect = || app::ask_who(&mesh.client.ns, mesh.server.addr(Family::V4, PORT)).unwrap();
     let capture = format!(":{PORT}");
+    let before = entries(&mesh);
     for round in 0..2 {
         // What happens with nobody tracing is not told later either.
         connect();
@@ -135,6 +147,8 @@ fn trace_can_be_switched_on_and_off() {
             let told = |line: &str| line.starts_with("captured 10.77.0.") && line.contains(&capture);
             output.lines().any(told).then_some(())
         });
+        // What the agent writes is nobody else's to write.
+        assert_eq!(entries(&mesh), before);
         trace.signal(Signal::SIGTERM);
         assert!(trace.wait(DEADLINE).expect("it ends at SIGTERM").success());
     }

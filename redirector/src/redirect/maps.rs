@@ -67,6 +67,21 @@ impl FactsMap {
     }
 }
 
+/// The map `TRACED`.
+pub(super) struct TracedMap(Array<MapData, u32>);
+
+impl TracedMap {
+    /// From the map's handle.
+    pub(super) fn new(map: MapData) -> Result<Self, MapError> {
+        Array::try_from(aya::maps::Map::Array(map)).map(Self)
+    }
+
+    /// Whether records are written for a pod from now on.
+    pub(super) fn set(&mut self, slot: u32, traced: bool) -> Result<(), MapError> {
+        self.0.set(slot, u32::from(traced), 0)
+    }
+}
+
 /// The map `ADDRESSES`.
 pub(super) struct AddressMap(HashMap<MapData, Raw<AddressKey>, u32>);
 

@@ -2,8 +2,8 @@
 //! share. All are pinned, so that they outlive the agent and are adopted by the next.
 //!
 //! - `object`: the embedded object and its loading
-//! - `store`: the maps, and the pods' slots in them
-//! - `trie`: rules as the programs look them up
+//! - `store`: the maps, and the pods' slots in them; `slots`: which are free
+//! - `trie`: rules as the programs look them up; `generations`: their change
 //! - `dns`: the DNS listeners of a pod, of whatever process
 //! - `hooks`: TC and SK_LOOKUP attachment; `filters`: others' clsact filters, and ours among them
 //! - `nsid`: the id of the node's namespace in the pod's
@@ -20,6 +20,7 @@
 mod dns;
 mod facts;
 mod filters;
+mod generations;
 mod hooks;
 pub mod leftovers;
 mod look;
@@ -30,6 +31,7 @@ mod pins;
 mod plan;
 mod reroute;
 mod routes;
+mod slots;
 mod store;
 pub mod trace;
 mod trie;
@@ -48,7 +50,7 @@ use redirector_common::{
     consts::{MARK_APP, MARK_MASK, MARK_PROXY, MARK_REROUTED},
     maps::{
         self as layout, FACT_ADDED_CLSACT, FACT_CLSACT, FACT_DNS_CAPTURE, FLAG_BYPASS_INBOUND,
-        FLAG_DNS_CAPTURE, FLAG_LOOKUP_HAS_IFINDEX, FLAG_RELEASING, FLAG_TRACE, Facts, MAX_REROUTED, PodEntry,
+        FLAG_DNS_CAPTURE, FLAG_LOOKUP_HAS_IFINDEX, FLAG_RELEASING, Facts, MAX_PODS, MAX_REROUTED, PodEntry,
         Tag,
     },
 };
@@ -255,10 +257,6 @@ impl Ebpf {
         let mut store = self.store();
         store.set_addresses(instance.slot, &plan.addresses)?;
         store.set_listeners(instance.slot, listeners)?;
-        let entry = PodEntry {
-            flags: entry.flags | before.flags & FLAG_TRACE,
-            ..entry
-        };
         store.set_entry_and_rules(instance.slot, entry, &plan.rules)?;
         let wanted = Facts {
             flags: wanted.flags | facts.flags & FACT_ADDED_CLSACT,
@@ -351,6 +349,25 @@ impl Ebpf {
             .ok()
             .flatten()
             .filter(|programs| programs.look_up_in(&pod.netns))
+    }
+
+    /// A slot for a new instance. Waits where all that are free have just become so.
+    fn allocate(&self, uid: &PodUid) -> Result<u32, Error> {
+        /// Another pod may be faster.
+        const ATTEMPTS: usize = 3;
+        for _ in 0..ATTEMPTS {
+            let taken = self.store().allocate(uid);
+            match taken? {
+                Ok(slot) => return Ok(slot),
+                Err(resting) => std::thread::sleep(resting),
+            }
+        }
+        Err(Error::new(
+            "enrolling one more pod",
+            format!(
+                "nearly all of the {MAX_PODS} pods that a node may have are there, or are just being released: try again"
+            ),
+        ))
     }
 
     /// What there is for a pod, of all builds: what is pinned, and what has lost its pins.
@@ -485,7 +502,7 @@ impl Ebpf {
         let before = facts::together(here.iter().map(|(_, facts)| *facts));
         let instance = Instance {
             build: self.build.clone(),
-            slot: self.store().allocate(&pod.uid)?,
+            slot: self.allocate(&pod.uid)?,
             uid: pod.uid.clone(),
         };
         match self.install(pod, place, plan, listeners, &instance, before.as_ref()) {

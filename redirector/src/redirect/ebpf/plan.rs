@@ -2,7 +2,7 @@
 
 use std::{io, net::IpAddr};
 
-use redirector_common::maps::MAX_ADDRESSES;
+use redirector_common::maps::{MAX_ADDRESSES, MAX_POD_RULES};
 
 use super::{reroute, trie::Compiled};
 use crate::{
@@ -83,6 +83,14 @@ impl Plan {
                 Rules::MAX_ITEMS
             ));
         }
+        let rules = Compiled::of(&pod.rules);
+        if rules.entries.len() > MAX_POD_RULES {
+            return refused(format!(
+                "its rules come to {} entries, at most {MAX_POD_RULES} are supported: a network or a port is one, and a range of ports is \
+                 one for each of the blocks with a power of two ports that it is made of",
+                rules.entries.len()
+            ));
+        }
         let v6 = addresses.iter().any(IpAddr::is_ipv6);
         Ok(Self {
             all_interfaces: found,
@@ -90,7 +98,7 @@ impl Plan {
             rerouted,
             addresses,
             v6,
-            rules: Compiled::of(&pod.rules),
+            rules,
         })
     }
 }

@@ -1,18 +1,15 @@
-//! The maps of this build, and the pods' slots in them. What a pod has is keyed by its slot; slots are given out in turn, so that one
-//! is not used again while the kernel still puts its last pod's programs away.
+//! The maps of this build, and the pods' slots in them. What a pod has is keyed by its slot.
 
 use std::{
     collections::{BTreeSet, HashMap},
     net::IpAddr,
     os::fd::{AsFd, AsRawFd, BorrowedFd},
+    time::{Duration, Instant},
 };
 
 use aya::maps::{MapData, MapError, SockMap};
 use redirector_common::{
-    maps::{
-        self as layout, AddressKey, FLAG_RELEASING, Facts, Listener, MAX_PODS, PodEntry, RULE_KEY_PREFIX,
-        RuleKey, listener_index,
-    },
+    maps::{self as layout, AddressKey, FLAG_RELEASING, Facts, Listener, MAX_PODS, PodEntry, listener_index},
     net::Addr,
     rules::{self, GENERATION},
     verdict::Counter,
@@ -21,15 +18,17 @@ use redirector_common::{
 use super::{
     dns,
     facts::FREED,
+    generations::Generations,
     open_map,
     pins::Build,
-    trie::{Compiled, Prefix},
+    slots::{FreeSlots, Unavailable},
+    trie::Compiled,
 };
 use crate::{
     mesh::pod::PodUid,
     redirect::{
         Count, Error, Listeners,
-        maps::{AddressMap, CounterMap, FactsMap, PodMap, RuleMap},
+        maps::{AddressMap, CounterMap, FactsMap, PodMap, RuleMap, TracedMap},
     },
     sys::{listening::Listening, socket},
 };
@@ -43,7 +42,8 @@ pub(super) struct Store {
     listeners: SockMap<MapData>,
     counters: CounterMap,
     slots: HashMap<u32, Held>,
-    last: u32,
+    free: FreeSlots,
+    traced: TracedMap,
 }
 
 /// What a slot holds, as far as this agent knows: what an earlier one wrote is read back where it matters.
@@ -52,8 +52,8 @@ struct Held {
     owner: PodUid,
     addresses: BTreeSet<IpAddr>,
     rules: Option<Compiled>,
-    /// Keys in the trie, of whatever generation.
-    keys: Vec<(u32, RuleKey)>,
+    /// What is in the trie.
+    keys: Generations,
     /// What waited on the DNS port when its listeners were last looked for.
     dns_candidates: Option<Vec<Listening>>,
     /// The DNS listeners that the slot has been given, by socket cookie.
@@ -69,7 +69,7 @@ impl Held {
             owner,
             addresses: BTreeSet::new(),
             rules: None,
-            keys: Vec::new(),
+            keys: Generations::default(),
             dns_candidates: None,
             dns: HashMap::new(),
             listeners: None,
@@ -100,10 +100,10 @@ impl Store {
             })?,
             counters: open_map(&maps, layout::COUNTERS, CounterMap::new)?,
             slots: HashMap::new(),
-            last: 0,
+            free: FreeSlots::default(),
+            traced: open_map(&maps, layout::TRACED, TracedMap::new)?,
         };
         for instance in build.instances()? {
-            store.last = store.last.max(instance.slot);
             store.slots.insert(instance.slot, Held::by(instance.uid));
         }
         let failed = |error| Error::new("reading the pods' maps", error);
@@ -118,8 +118,19 @@ impl Store {
         }
         for (length, key) in store.rules.keys().map_err(failed)? {
             match store.slots.get_mut(&key.slot) {
-                Some(held) => held.keys.push((length, key)),
+                Some(held) => held.keys.note(length, key),
                 None => stale.1.push((length, key)),
+            }
+        }
+        let now = Instant::now();
+        for slot in (0..MAX_PODS as u32).rev() {
+            if store.slots.contains_key(&slot) {
+                continue;
+            }
+            // Nobody knows when an earlier agent freed it.
+            match store.facts.read(slot).map_err(failed)? {
+                Some(_) => store.free.add_freed(slot, now),
+                None => store.free.add_unused(slot),
             }
         }
         for key in stale.0 {
@@ -131,24 +142,26 @@ impl Store {
         Ok(store)
     }
 
-    /// A slot for a new pod.
-    pub(super) fn allocate(&mut self, owner: &PodUid) -> Result<u32, Error> {
-        let max = MAX_PODS as u32;
-        let free = (1..=max)
-            .map(|step| (self.last + step) % max)
-            .find(|slot| !self.slots.contains_key(slot));
-        let slot = free.ok_or_else(|| {
-            Error::new(
-                "enrolling one more pod",
-                format!("a node may have {MAX_PODS} enrolled pods, and has them: release some"),
-            )
-        })?;
-        self.counters
-            .clear(slot)
-            .map_err(|error| Error::new("clearing the pod's packet counters", error))?;
+    /// A slot for a new instance, or how long it takes until one can be had.
+    pub(super) fn allocate(&mut self, owner: &PodUid) -> Result<Result<u32, Duration>, Error> {
+        let slot = match self.free.take(Instant::now()) {
+            Ok(slot) => slot,
+            Err(Unavailable::Resting(time)) => return Ok(Err(time)),
+            Err(Unavailable::Full) => {
+                return Err(Error::new(
+                    "enrolling one more pod",
+                    format!("a node may have {MAX_PODS} enrolled pods, and has them: release some"),
+                ));
+            }
+        };
+        // From here on it is the owner's, and is freed with what else is made for it.
         self.slots.insert(slot, Held::by(owner.clone()));
-        self.last = slot;
-        Ok(slot)
+        let cleared = self
+            .counters
+            .clear(slot)
+            .and_then(|()| self.traced.set(slot, false));
+        cleared.map_err(|error| Error::new("clearing what the slot's last pod had", error))?;
+        Ok(Ok(slot))
     }
 
     /// Empties a slot. Goes on after a failure and reports every one.
@@ -175,16 +188,21 @@ impl Store {
             },
         ));
         note(self.facts.write(slot, FREED));
+        note(self.traced.set(slot, false));
         for address in held.addresses {
             note(self.addresses.remove(address_key(slot, address)));
         }
-        for (length, key) in held.keys {
-            note(self.rules.remove(length, key));
+        for error in held.keys.remove(&mut self.rules) {
+            note(Err(error));
         }
         // Listeners leave the map as they close; those of an agent that lives on are taken out.
         let own = [Listener::Outbound, Listener::Inbound, Listener::Hbone];
         for listener in own.into_iter().chain(dns::PLACES) {
             let _ = self.listeners.clear_index(&listener_index(slot, listener));
+        }
+        // What could not be emptied is found when the maps are opened again, and is nobody's until then.
+        if errors.is_empty() {
+            self.free.add_freed(slot, Instant::now());
         }
         errors
     }
@@ -237,8 +255,8 @@ impl Store {
         Ok(())
     }
 
-    /// Puts rules in force: the new ones are made beside the old, and one write of the entry changes over. `entry` is the pod's as it
-    /// should be then.
+    /// Puts rules in force: the new ones are made beside the old, and one write of the entry changes over. The old ones stay until
+    /// the next change, for programs that have read the entry and are still looking up. `entry` is the pod's as it should be then.
     pub(super) fn set_entry_and_rules(
         &mut self,
         slot: u32,
@@ -252,28 +270,14 @@ impl Store {
         }
         let failed = |error| Error::new("writing the pod's rules", error);
         let rules = wanted.bits | (before & GENERATION ^ GENERATION);
-        let mut added = Vec::new();
-        for (prefix, what) in &wanted.entries {
-            let (length, key) = rule_key(slot, rules::generation(rules), prefix);
-            added.push((length, key));
-            if let Err(error) = self.rules.insert(length, key, *what) {
-                held.keys.extend(added);
-                return Err(failed(error));
-            }
-        }
-        let old = std::mem::replace(&mut held.keys, added);
+        let generation = rules::generation(rules);
+        held.keys
+            .renew(slot, generation, wanted, &mut self.rules)
+            .map_err(failed)?;
+        self.pods
+            .write(slot, PodEntry { rules, ..entry })
+            .map_err(|error| Error::new("writing the pod's map entry", error))?;
         held.rules = Some(wanted.clone());
-        self.write(slot, PodEntry { rules, ..entry })?;
-        let Some(held) = self.slots.get_mut(&slot) else {
-            return Ok(());
-        };
-        for (length, key) in old
-            .into_iter()
-            .filter(|key| !held.keys.contains(key))
-            .collect::<Vec<_>>()
-        {
-            self.rules.remove(length, key).map_err(failed)?;
-        }
         Ok(())
     }
 
@@ -379,15 +383,4 @@ pub(super) fn address_key(slot: u32, address: IpAddr) -> AddressKey {
         slot,
         address: Addr::from(address),
     }
-}
-
-fn rule_key(slot: u32, generation: u8, prefix: &Prefix) -> (u32, RuleKey) {
-    let key = RuleKey {
-        slot,
-        subject: prefix.subject,
-        generation,
-        zero: [0; 2],
-        value: prefix.value,
-    };
-    (RULE_KEY_PREFIX + prefix.length, key)
 }

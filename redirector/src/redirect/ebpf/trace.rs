@@ -4,7 +4,7 @@ use std::path::Path;
 
 use aya::programs::SchedClassifier;
 use aya_log::EbpfLogger;
-use redirector_common::maps::{self as layout, FLAG_TRACE};
+use redirector_common::maps as layout;
 
 use super::{
     object, open_map,
@@ -12,12 +12,12 @@ use super::{
 };
 use crate::{
     mesh::pod::PodUid,
-    redirect::{Error, maps::PodMap},
+    redirect::{Error, maps::TracedMap},
 };
 
 /// Tracing of some pods; it ends with this value.
 pub struct Trace {
-    pods: Vec<(PodMap, u32)>,
+    pods: Vec<(TracedMap, u32)>,
     logger: EbpfLogger<&'static dyn log::Log>,
 }
 
@@ -53,7 +53,7 @@ impl Trace {
             logger,
         };
         for Instance { build, slot, .. } in &instances {
-            let map = open_map(&build.maps(), layout::PODS, PodMap::new)?;
+            let map = open_map(&build.maps(), layout::TRACED, TracedMap::new)?;
             trace.pods.push((map, *slot));
         }
         trace.switch(true)?;
@@ -72,15 +72,8 @@ impl Trace {
 
     fn switch(&mut self, on: bool) -> Result<(), Error> {
         for (map, slot) in &mut self.pods {
-            let result = map.read(*slot).and_then(|mut entry| {
-                entry.flags = if on {
-                    entry.flags | FLAG_TRACE
-                } else {
-                    entry.flags & !FLAG_TRACE
-                };
-                map.write(*slot, entry)
-            });
-            result.map_err(|error| Error::new("switching the trace flag", error))?;
+            map.set(*slot, on)
+                .map_err(|error| Error::new("switching the pod's trace", error))?;
         }
         Ok(())
     }
