@@ -1,6 +1,6 @@
 //! DNS capture: what a flagged pod asks of port 53 goes to whoever waits on 15053 in it, and to nobody when that is away.
 
-use std::{io, net::SocketAddr, process::ExitCode};
+use std::{collections::BTreeSet, fs, io, net::SocketAddr, process::ExitCode};
 
 use redirector_tests::{
     agent::Options,
@@ -39,6 +39,10 @@ fn main() -> ExitCode {
     cases.push(case(
         "the_flag_is_refused_without_a_proxy",
         the_flag_is_refused_without_a_proxy,
+    ));
+    cases.push(case(
+        "what_goes_is_put_back_even_while_dns_can_not_be_captured",
+        what_goes_is_put_back_while_dns_can_not_be_captured,
     ));
     suite(Needs::Agent, 2, cases)
 }
@@ -247,4 +251,45 @@ fn the_flag_is_refused_without_a_proxy() {
     let answer = enrol(&mesh, &mesh.client);
     assert_eq!(answer.status, 200, "{}", answer.body);
     assert_eq!(asks(&mesh.client, server).unwrap(), format!("udp {server} who?"));
+}
+
+/// The node's rules come to want the DNS of a pod that has no DNS proxy: they fail, and the rest is looked after all the same.
+fn what_goes_is_put_back_while_dns_can_not_be_captured() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("rules.yaml");
+    let write = |dns: bool| {
+        let new = directory.path().join("new");
+        let text = format!("pods:\n- {{namespace: demo, name: client, rules: {{dnsCapture: {dns}}}}}\n");
+        fs::write(&new, text).unwrap();
+        fs::rename(new, &path).unwrap();
+    };
+    write(false);
+    let mesh = Mesh::hbone(Options {
+        arguments: vec!["--rules".to_owned(), path.display().to_string()],
+        ..Options::default()
+    });
+    let server = mesh.node.outside.addr(Family::V4, 53);
+    let _outside = DnsServer::start(&mesh.node.outside.ns, server);
+    write(true);
+    wait::until("the rules to fail", || {
+        mesh.agent
+            .log()
+            .contains("start the DNS proxy there first")
+            .then_some(())
+    });
+    // Those of one priority stand in the order in which they were added.
+    let rules = || -> BTreeSet<String> {
+        let text = mesh.client.ns.ip_output("-4 rule show");
+        text.lines().map(str::to_owned).collect()
+    };
+    let whole = rules();
+    mesh.client.ns.ip_output("-4 rule del priority 32763");
+    assert_ne!(rules(), whole);
+    wait::until("the rule to be put back", || (rules() == whole).then_some(()));
+    // Its DNS is not captured half.
+    assert!(asks(&mesh.client, server).unwrap().starts_with("who? from "));
+    let _proxy = DnsProxy::start(&mesh.client.ns, Sockets::DualStack);
+    wait::until("the DNS to be captured", || {
+        (asks(&mesh.client, server).ok()? == format!("udp {server} who?")).then_some(())
+    });
 }

@@ -244,7 +244,6 @@ impl Ebpf {
             tracing::warn!(uid = %pod.uid, "hooks or pins of the capture are gone, or the pod has new interfaces: attaching anew");
             return Ok(None);
         };
-        self.give_dns(pod, plan, instance.slot, before.has(FLAG_DNS_CAPTURE))?;
         let (changed, added) = in_netns(&pod.netns, || {
             Ok((
                 ROUTING.set_sysctls(plan.v6)?,
@@ -254,23 +253,40 @@ impl Ebpf {
         if changed != 0 || added != 0 {
             tracing::warn!(uid = %pod.uid, added, "rules, routes or sysctls of the capture were gone, and are put back");
         }
-        let mut store = self.store();
-        store.set_addresses(instance.slot, &plan.addresses)?;
-        store.set_listeners(instance.slot, listeners)?;
-        store.set_entry_and_rules(instance.slot, entry, &plan.rules)?;
-        let wanted = Facts {
-            flags: wanted.flags | facts.flags & FACT_ADDED_CLSACT,
-            changed_sysctls: facts.changed_sysctls | changed,
-            ..*facts
-        };
-        if wanted != *facts {
-            store.set_facts(instance.slot, wanted)?;
+        let had_dns = before.has(FLAG_DNS_CAPTURE);
+        let mut known;
+        {
+            let mut store = self.store();
+            store.set_addresses(instance.slot, &plan.addresses)?;
+            store.set_listeners(instance.slot, listeners)?;
+            // What is new to it comes when it has its listeners.
+            let new_dns = |bit| flag(entry.has(FLAG_DNS_CAPTURE) && !had_dns, bit);
+            let flags = entry.flags & !new_dns(FLAG_DNS_CAPTURE);
+            store.set_entry_and_rules(instance.slot, PodEntry { flags, ..entry }, &plan.rules)?;
+            let flags = wanted.flags & !new_dns(FACT_DNS_CAPTURE);
+            known = Facts {
+                flags: flags | facts.flags & FACT_ADDED_CLSACT,
+                changed_sysctls: facts.changed_sysctls | changed,
+                ..*facts
+            };
+            if known != *facts {
+                store.set_facts(instance.slot, known)?;
+            }
+        }
+        // Last, so that whatever becomes of the DNS, the rest is whole.
+        self.give_dns(pod, plan, instance.slot, had_dns)?;
+        if entry.has(FLAG_DNS_CAPTURE) && !had_dns {
+            let mut store = self.store();
+            store.set_entry(instance.slot, entry)?;
+            known.flags |= FACT_DNS_CAPTURE;
+            store.set_facts(instance.slot, known)?;
         }
         tracing::debug!(uid = %pod.uid, "the programs are in place");
         Ok(Some(programs))
     }
 
-    /// Makes a new instance; `before` is what is known of those that it replaces in the same namespace.
+    /// Makes a new instance; `before` is what is known of those that it replaces in the same namespace. A pod that is captured already
+    /// is made whole even if its DNS can't be: that is told beside.
     fn install(
         &self,
         pod: &PodNetwork,
@@ -279,17 +295,22 @@ impl Ebpf {
         listeners: Listeners<'_>,
         instance: &Instance,
         before: Option<&Facts>,
-    ) -> Result<Programs, Error> {
+    ) -> Result<(Programs, Result<(), Error>), Error> {
         let directory = instance.directory();
         let mut facts = self.facts(pod, place);
         if let Some(before) = before {
             facts.flags |= before.flags & FACT_ADDED_CLSACT;
             facts.changed_sysctls = before.changed_sysctls;
         }
+        let had_dns = before.is_some_and(|before| before.has(FACT_DNS_CAPTURE));
+        let mut dns = self.give_dns(pod, plan, instance.slot, had_dns);
+        if before.is_none() {
+            dns = Ok(dns?);
+        }
+        let without_dns = dns.is_err() && !had_dns;
+        facts.flags &= !flag(without_dns, FACT_DNS_CAPTURE);
         // Known from the first moment that something is to be found.
         self.store().set_facts(instance.slot, facts)?;
-        let had_dns = before.is_some_and(|before| before.has(FACT_DNS_CAPTURE));
-        self.give_dns(pod, plan, instance.slot, had_dns)?;
         let mut ebpf = self.object.load(instance.slot)?;
         self.object.load_own(&mut ebpf)?;
         fs::create_dir(&directory)
@@ -313,7 +334,8 @@ impl Ebpf {
         {
             let mut store = self.store();
             store.set_facts(instance.slot, facts)?;
-            let entry = self.entry(pod, plan, node_nsid);
+            let mut entry = self.entry(pod, plan, node_nsid);
+            entry.flags &= !flag(without_dns, FLAG_DNS_CAPTURE);
             store.set_entry_and_rules(instance.slot, entry, &plan.rules)?;
             store.set_addresses(instance.slot, &plan.addresses)?;
             store.set_listeners(instance.slot, listeners)?;
@@ -329,10 +351,11 @@ impl Ebpf {
             }
             Ok(())
         })?;
-        Programs::pinned(&directory).ok_or_else(|| {
+        let programs = Programs::pinned(&directory).ok_or_else(|| {
             let operation = format!("reading what was pinned in {}", directory.display());
             Error::new(operation, io::Error::from(io::ErrorKind::NotFound))
-        })
+        })?;
+        Ok((programs, dns))
     }
 
     /// The programs of an instance, if they are where they should be.
@@ -506,8 +529,9 @@ impl Ebpf {
             uid: pod.uid.clone(),
         };
         match self.install(pod, place, plan, listeners, &instance, before.as_ref()) {
-            Ok(programs) => {
+            Ok((programs, dns)) => {
                 report(self.remove_replaced(pod, plan, &here, &elsewhere));
+                dns?;
                 Ok((instance, programs))
             }
             Err(error) => {
