@@ -279,9 +279,9 @@ fn a_failed_replacement_gives_the_filters_back(options: Options) {
     // Of a shared block, which takes no filters by way of an interface.
     tc("qdisc add dev x1 egress_block 22 clsact");
     mesh.client.ns.ip_output("addr add 10.99.0.1/24 dev x1");
-    let attempts = |log: &str| log.matches("attaching redir_egress to x1").count();
-    wait::until("two attempts to fail", || {
-        (attempts(&mesh.agent.log()) > 1).then_some(())
+    // The third begins when two have failed.
+    wait::until("three attempts", || {
+        (mesh.agent.log().matches("attaching anew").count() > 2).then_some(())
     });
     mesh.client.ns.ip_output("addr del 10.99.0.1/24 dev x1");
     works_over_hbone(&mesh);
