@@ -15,7 +15,10 @@ use redirector_common::{consts::PORT_DNS_CAPTURE, maps::Listener};
 use super::{Ebpf, plan::Plan};
 use crate::{
     redirect::{Error, PodNetwork, Redirector as _},
-    sys::listening::{self, Abilities, Listening},
+    sys::{
+        listening::{self, Abilities, Listening},
+        process,
+    },
 };
 
 /// All places for DNS listeners.
@@ -49,7 +52,7 @@ fn take(pod: &PodNetwork, candidates: &[Listening]) -> Result<Sockets, Error> {
         )
     };
     let inodes: Vec<_> = candidates.iter().map(|candidate| candidate.inode).collect();
-    let taken = listening::take(&inodes, pod.netns.id()).map_err(failed)?;
+    let taken = listening::take(&inodes, pod.netns.id()).map_err(|error| failed(explained(error)))?;
     let mut able = Vec::new();
     for candidate in candidates {
         let Some(socket) = taken.get(&candidate.inode) else {
@@ -98,10 +101,35 @@ fn missing(sockets: &Sockets, v4: bool, v6: bool) -> Option<&'static str> {
         .find_map(needed)
 }
 
+/// What else may be the reason that a socket is not seen.
+fn advice(sees_all: bool) -> &'static str {
+    if sees_all {
+        ""
+    } else {
+        "; sockets of other processes are seen only with CAP_SYS_PTRACE and in the node's PID namespace (hostPID), and this agent lacks \
+         one of them"
+    }
+}
+
+/// An error of looking into other processes, with the right that is missing.
+fn explained(error: io::Error) -> io::Error {
+    match error.kind() {
+        io::ErrorKind::PermissionDenied => {
+            io::Error::new(error.kind(), format!("{error}; the agent needs CAP_SYS_PTRACE"))
+        }
+        _ => error,
+    }
+}
+
 impl Ebpf {
     /// Whether those that wait on the DNS port are the ones that the slot was given; always, if the pod's DNS is not captured.
     pub(super) fn still_has_dns(&self, pod: &PodNetwork, slot: u32) -> Result<bool, Error> {
-        Ok(!pod.rules.dns_capture || self.store().dns_candidates(slot) == Some(&candidates(pod)?[..]))
+        if !pod.rules.dns_capture {
+            return Ok(true);
+        }
+        // Looked for before the maps are locked: that may take long, and no other pod should wait for it.
+        let found = candidates(pod)?;
+        Ok(self.store().dns_candidates(slot) == Some(&found[..]))
     }
 
     /// Gives a slot the pod's DNS listeners, if its DNS is captured. A pod that `had` them goes on without those that are away: its
@@ -121,8 +149,10 @@ impl Ebpf {
             IpAddr::V6(v6) => !v6.is_unicast_link_local(),
         });
         if let Some(missing) = missing(&sockets, v4, v6) {
+            let advice = advice(process::sees_all());
             let text = format!(
-                "no transparent socket (IP_TRANSPARENT) that this agent can see waits for {missing} on port {PORT_DNS_CAPTURE} in                  the pod: start the DNS proxy there first, or leave DNS capture off"
+                "no transparent socket (IP_TRANSPARENT) that this agent can see waits for {missing} on port {PORT_DNS_CAPTURE} in the \
+                 pod: start the DNS proxy there first, or leave DNS capture off{advice}"
             );
             if !had {
                 return Err(Error::new(format!("capturing the DNS of {}", pod.uid), text));
@@ -160,6 +190,16 @@ mod tests {
         ] {
             assert_eq!(found, expected);
         }
+    }
+
+    #[test]
+    fn the_right_to_see_sockets_is_named_where_it_may_be_missing() {
+        assert_eq!(advice(true), "");
+        assert!(advice(false).contains("CAP_SYS_PTRACE"));
+        let denied = explained(io::Error::from_raw_os_error(libc::EPERM));
+        assert!(denied.to_string().contains("CAP_SYS_PTRACE"), "{denied}");
+        let other = explained(io::Error::from_raw_os_error(libc::EMFILE));
+        assert!(!other.to_string().contains("CAP_SYS_PTRACE"), "{other}");
     }
 
     #[test]
