@@ -194,7 +194,7 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
 
     let (probers_sender, probers) = watch::channel(None);
     // Before the first pod, so that none has to do without its probes.
-    look_for_probers(&redirector, &probers_sender).await;
+    let failure = look_for_probers(&redirector, &probers_sender, None).await;
 
     let mut registry = metrics::registry();
     redirect::metrics::register(&mut registry, Arc::clone(&redirector));
@@ -223,6 +223,7 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
     tasks.spawn(follow_probers(
         Arc::clone(&redirector),
         probers_sender,
+        failure,
         serving.clone(),
     ));
     let (lifecycle, pods) = Lifecycle::new(launch, redirector, records.clone(), settings, pod_metrics);
@@ -381,13 +382,26 @@ async fn release_memory(stop: CancellationToken) {
     }
 }
 
-/// Looks who probes the pods, and says so when that has changed.
-async fn look_for_probers(redirector: &Arc<dyn Redirector>, view: &watch::Sender<Option<View>>) {
+/// Looks who probes the pods, and says so when that has changed. Returns why it failed, and tells that too unless it failed so `before`.
+async fn look_for_probers(
+    redirector: &Arc<dyn Redirector>,
+    view: &watch::Sender<Option<View>>,
+    before: Option<String>,
+) -> Option<String> {
     let looking = Arc::clone(redirector);
     let found = match tokio::task::spawn_blocking(move || looking.look_for_probers()).await {
-        Ok(Ok(found)) => found,
-        Ok(Err(error)) => return error!(error = %Chain(&error), "cannot look for the node's probers"),
-        Err(error) => return error!(%error, "the look for the node's probers ended early"),
+        Ok(Ok(found)) => Ok(found),
+        Ok(Err(error)) => Err(Chain(&error).to_string()),
+        Err(error) => Err(error.to_string()),
+    };
+    let found = match found {
+        Ok(found) => found,
+        Err(failure) => {
+            if before.as_ref() != Some(&failure) {
+                error!(error = failure, "cannot look for the node's probers");
+            }
+            return Some(failure);
+        }
     };
     view.send_if_modified(|told| {
         let changed = *told != found;
@@ -403,16 +417,18 @@ async fn look_for_probers(redirector: &Arc<dyn Redirector>, view: &watch::Sender
         *told = found;
         changed
     });
+    None
 }
 
 /// Looks again every few seconds: a kubelet that is restarted may have another cgroup.
 async fn follow_probers(
     redirector: Arc<dyn Redirector>,
     view: watch::Sender<Option<View>>,
+    mut failure: Option<String>,
     stop: CancellationToken,
 ) {
     while timeout(CHECK_INTERVAL, stop.cancelled()).await.is_err() {
-        look_for_probers(&redirector, &view).await;
+        failure = look_for_probers(&redirector, &view, failure).await;
     }
 }
 
