@@ -12,7 +12,12 @@ use std::{
     time::Duration,
 };
 
-use aya::{programs::TcAttachType, util::KernelVersion};
+use aya::{
+    maps::{Map, MapData, ProgramArray},
+    programs::TcAttachType,
+    util::KernelVersion,
+};
+use redirector_common::maps::{DECIDERS, Decider};
 use redirector_tests::{
     agent::Options,
     app::{self, App},
@@ -381,6 +386,16 @@ fn our_links(mesh: &Mesh, pod: &Pod) -> Vec<u64> {
     links.map(|(_, id)| id).collect()
 }
 
+/// Takes the programs out of the array that all pods' programs go on by.
+fn empty_deciders(mesh: &Mesh) {
+    let array = pins(mesh).into_iter().find(|path| path.ends_with(DECIDERS));
+    let map = MapData::from_pin(array.expect("it is pinned")).unwrap();
+    let mut array = ProgramArray::try_from(Map::ProgramArray(map)).unwrap();
+    for decider in [Decider::Egress, Decider::Ingress] {
+        array.clear_index(&(decider as u32)).unwrap();
+    }
+}
+
 type Sabotage<'a> = Box<dyn Fn() + 'a>;
 
 /// One thing after the other that capture rests on is removed or changed.
@@ -394,13 +409,29 @@ fn what_goes_is_back_within_seconds(options: Options) {
     };
     let sysctl = |path: &str, value: &str| pod.ns.set_sysctl(path, value).unwrap();
     let unpin = || fs::remove_dir_all(pod_pins(&mesh, pod)).unwrap();
+    let map_pins = || {
+        for path in pins(&mesh) {
+            if path.parent().is_some_and(|directory| directory.ends_with("maps")) {
+                fs::remove_file(path).unwrap();
+            }
+        }
+    };
     let mut sabotages: Vec<(&str, Sabotage<'_>)> = vec![
+        ("the shared programs", Box::new(|| empty_deciders(&mesh))),
         ("the hooks", Box::new(|| remove_our_hooks(&mesh, pod))),
         (
             "the lookup",
             Box::new(|| netns_links(&pod.ns).into_iter().for_each(detach_link)),
         ),
         ("the pins", Box::new(unpin)),
+        ("the pins of the maps", Box::new(map_pins)),
+        (
+            "the pins of the maps, and the pod's",
+            Box::new(move || {
+                map_pins();
+                unpin();
+            }),
+        ),
         ("a rule", Box::new(move || ip("-4 rule del priority 32763"))),
         (
             "the IPv6 rules",

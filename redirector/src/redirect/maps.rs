@@ -1,13 +1,19 @@
 //! The eBPF maps, typed: one line of `unsafe` for all value types that both sides share.
 
-use std::collections::BTreeSet;
+use std::{
+    collections::BTreeSet,
+    os::fd::{AsFd as _, AsRawFd as _},
+};
 
-use aya::maps::{
-    Array, HashMap, MapData, MapError, PerCpuArray, PerCpuValues, SkStorage,
-    lpm_trie::{Key, LpmTrie},
+use aya::{
+    maps::{
+        Array, HashMap, MapData, MapError, PerCpuArray, PerCpuValues, SkStorage,
+        lpm_trie::{Key, LpmTrie},
+    },
+    programs::ProgramFd,
 };
 use redirector_common::{
-    maps::{AddressKey, Facts, PodEntry, RuleKey, Tag, counter_index},
+    maps::{AddressKey, Decider, Facts, PodEntry, RuleKey, Tag, counter_index},
     rules::Match,
     verdict::Counter,
 };
@@ -159,6 +165,32 @@ impl CounterMap {
             self.0.set(counter_index(slot, counter), zeros, 0)?;
         }
         Ok(())
+    }
+}
+
+/// The map `DECIDERS`.
+pub(super) struct DeciderMap(Array<MapData, u32>);
+
+impl DeciderMap {
+    /// From the map's handle.
+    pub(super) fn new(map: MapData) -> Result<Self, MapError> {
+        // aya's type for arrays of programs does not read. The system calls are an array's: one reads the number of a program, and
+        // writes a descriptor.
+        Array::try_from(aya::maps::Map::Array(map)).map(Self)
+    }
+
+    /// The number of the program in a place.
+    pub(super) fn program(&self, decider: Decider) -> Result<Option<u32>, MapError> {
+        match self.0.get(&(decider as u32), 0) {
+            Ok(id) => Ok(Some(id)),
+            Err(error) => absent_is_fine(Err(error)).map(|()| None),
+        }
+    }
+
+    /// Puts a program into a place.
+    pub(super) fn set(&mut self, decider: Decider, program: &ProgramFd) -> Result<(), MapError> {
+        let fd = program.as_fd().as_raw_fd();
+        self.0.set(decider as u32, fd as u32, 0)
     }
 }
 

@@ -1,7 +1,7 @@
 //! The eBPF backend: small programs of each pod's own, on its interfaces and its namespace, that go on to programs which all pods
 //! share. All are pinned, so that they outlive the agent and are adopted by the next.
 //!
-//! - `object`: the embedded object and its loading
+//! - `object`: the embedded object and its loading; `shared`: what all pods have of it
 //! - `store`: the maps, and the pods' slots in them; `slots`: which are free
 //! - `trie`: rules as the programs look them up; `generations`: their change
 //! - `dns`: the DNS listeners of a pod, of whatever process
@@ -31,6 +31,7 @@ mod pins;
 mod plan;
 mod reroute;
 mod routes;
+mod shared;
 mod slots;
 mod store;
 pub mod trace;
@@ -63,6 +64,7 @@ use self::{
     pins::{Build, Instance, Pins},
     plan::Plan,
     routes::ROUTING,
+    shared::Shared,
     store::{Last, Store},
 };
 use super::{
@@ -104,6 +106,7 @@ pub struct Ebpf {
     pins: Pins,
     build: Build,
     object: Object,
+    shared: Shared,
     tc_mode: TcMode,
     tags: Mutex<TagMap>,
     store: Mutex<Store>,
@@ -143,11 +146,13 @@ impl Ebpf {
         let object = Object::prepare(pinned, config.force_source_port)?;
         let mut trial = object.load(0)?;
         object.load_own(&mut trial)?;
-        object::load_shared(&mut trial)?;
-        for (name, _) in object::SHARED {
-            let path = build.deciders().join(name);
-            let _ = fs::remove_file(&path);
-            pin(&mut trial, name, &path)?;
+        let deciders = shared::load(&mut trial, &build)?;
+        let shared = Shared::hold(object::pins_of(&pins.shared(), &build), &build, deciders)?;
+        for build in pins.builds()? {
+            // Told once: they are passed over each time that somebody looks for a pod's.
+            for path in build.strangers()? {
+                tracing::warn!(path = %path.display(), "not the directory of a pod");
+            }
         }
         for other in pins.builds()?.iter().filter(|other| **other != build) {
             if let Err(error) = other.remove_if_unused() {
@@ -169,6 +174,7 @@ impl Ebpf {
             pins,
             build,
             object,
+            shared,
             tc_mode,
             tags: Mutex::new(tags),
             store: Mutex::new(store),
@@ -360,7 +366,8 @@ impl Ebpf {
 
     /// The programs of an instance, if they are where they should be.
     fn in_place(&self, pod: &PodNetwork, plan: &Plan, instance: &Instance) -> Option<Programs> {
-        let programs = Programs::pinned(&instance.directory())?;
+        let directory = instance.directory();
+        let programs = Programs::pinned(&directory).filter(|_| self.shared.serve(&directory))?;
         let attached = pod.netns.run(|| {
             let mut netlink = Netlink::open().ok()?;
             let mut interfaces = plan.interfaces.iter();
@@ -395,6 +402,8 @@ impl Ebpf {
 
     /// What there is for a pod, of all builds: what is pinned, and what has lost its pins.
     fn instances_of(&self, uid: &PodUid) -> Result<Vec<Found>, Error> {
+        // What is looked for by its path from here on is there.
+        self.shared.pin_again()?;
         let mut instances = self.pins.of(uid)?;
         for slot in self.store().slots_of(uid) {
             let instance = Instance {
@@ -571,6 +580,9 @@ impl Redirector for Ebpf {
 
     fn attach(&self, pod: &PodNetwork, listeners: Listeners<'_>) -> Result<(), Error> {
         let listening = look::cookies(listeners)?;
+        if self.shared.put_back()? {
+            tracing::warn!("programs that all pods share were gone from their array, and are put back");
+        }
         let known = self.known().get(&pod.uid).map(Arc::clone);
         if let Some(known) = known
             && known.still_holds(pod, listening, self.tc_mode)

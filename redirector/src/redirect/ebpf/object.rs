@@ -10,7 +10,7 @@ use std::{
 use aya::{
     Ebpf, EbpfLoader, VerifierLogLevel, include_bytes_aligned,
     maps::ProgramArray,
-    programs::{Program, ProgramError, SchedClassifier, SkLookup},
+    programs::{Program, ProgramError, ProgramFd, SchedClassifier, SkLookup},
 };
 use redirector_common::maps::{
     ADDRESSES, COUNTERS, DECIDERS, Decider, FACTS, HINTS, LISTENERS, MAX_PODS, PODS, PROBERS, RULES, SLOT,
@@ -139,25 +139,40 @@ impl Object {
     }
 }
 
+/// A program that decides.
+pub(super) struct Loaded {
+    pub(super) decider: Decider,
+    /// The kernel's number of it.
+    pub(super) id: u32,
+    pub(super) fd: ProgramFd,
+}
+
 /// Loads the programs that all pods share into the kernel, and puts them where the pods' own go on to. They replace those of an
 /// earlier agent without a gap.
-pub(super) fn load_shared(ebpf: &mut Ebpf) -> Result<(), Error> {
+pub(super) fn load_shared(ebpf: &mut Ebpf) -> Result<Vec<Loaded>, Error> {
+    let mut all = Vec::new();
     for (name, decider) in SHARED {
         load_classifier(ebpf, name)?;
         let failed = format!("putting {name} into {DECIDERS}");
         let program = program::<SchedClassifier>(ebpf, name)?;
-        let fd = program
-            .fd()
-            .and_then(|fd| fd.try_clone().map_err(ProgramError::IOError))
-            .map_err(|error| Error::new(failed.clone(), error))?;
+        let loaded = program.info().and_then(|info| {
+            let fd = program.fd()?.try_clone().map_err(ProgramError::IOError)?;
+            Ok(Loaded {
+                decider,
+                id: info.id(),
+                fd,
+            })
+        });
+        let loaded = loaded.map_err(|error| Error::new(failed.clone(), error))?;
         let map = ebpf
             .map_mut(DECIDERS)
             .ok_or_else(|| Error::new(failed.clone(), "no such map in the object"))?;
         ProgramArray::try_from(map)
-            .and_then(|mut map| map.set(decider as u32, &fd, 0))
+            .and_then(|mut map| map.set(decider as u32, &loaded.fd, 0))
             .map_err(|error| Error::new(failed, error))?;
+        all.push(loaded);
     }
-    Ok(())
+    Ok(all)
 }
 
 fn load_classifier(ebpf: &mut Ebpf, name: &str) -> Result<(), Error> {

@@ -146,16 +146,15 @@ impl Build {
 
     /// What there is for its pods.
     pub(crate) fn instances(&self) -> Result<Vec<Instance>, Error> {
-        let mut instances = Vec::new();
-        for name in list(&self.pods())? {
-            match self.parse(&name) {
-                Some(instance) => instances.push(instance),
-                None => {
-                    tracing::warn!(path = %self.pods().display(), name, "not the directory of a pod")
-                }
-            }
-        }
-        Ok(instances)
+        let names = list(&self.pods())?;
+        Ok(names.iter().filter_map(|name| self.parse(name)).collect())
+    }
+
+    /// What is among its pods and is none: somebody else's, and left to them.
+    pub(crate) fn strangers(&self) -> Result<Vec<PathBuf>, Error> {
+        let mut names = list(&self.pods())?;
+        names.retain(|name| self.parse(name).is_none());
+        Ok(names.iter().map(|name| self.pods().join(name)).collect())
     }
 
     fn parse(&self, name: &str) -> Option<Instance> {
@@ -260,9 +259,13 @@ mod tests {
         for instance in &made {
             fs::create_dir(instance.directory()).unwrap();
         }
-        for strange in ["x-y", "1024-a", "-1-a", "5"] {
-            fs::create_dir(build.pods().join(strange)).unwrap();
+        let strange = ["x-y", "1024-a", "-1-a", "5"].map(|name| build.pods().join(name));
+        for path in &strange {
+            fs::create_dir(path).unwrap();
         }
+        let mut strangers = build.strangers().unwrap();
+        strangers.sort_by_key(|path| strange.iter().position(|other| other == path));
+        assert_eq!(strangers, strange);
         let mut found = pins.instances().unwrap();
         found.sort_by_key(|instance| instance.slot);
         assert_eq!(found, made);
