@@ -84,12 +84,8 @@ impl Plan {
             ));
         }
         let rules = Compiled::of(&pod.rules);
-        if rules.entries.len() > MAX_POD_RULES {
-            return refused(format!(
-                "its rules come to {} entries, at most {MAX_POD_RULES} are supported: a network or a port is one, and a range of ports is \
-                 one for each of the blocks with a power of two ports that it is made of",
-                rules.entries.len()
-            ));
+        if let Some(text) = too_many(&rules) {
+            return refused(text);
         }
         let v6 = addresses.iter().any(IpAddr::is_ipv6);
         Ok(Self {
@@ -100,5 +96,40 @@ impl Plan {
             v6,
             rules,
         })
+    }
+}
+
+/// What to say of rules that have more entries than there is room for.
+fn too_many(rules: &Compiled) -> Option<String> {
+    let entries = rules.entries.len();
+    (entries > MAX_POD_RULES).then(|| {
+        format!(
+            "its rules come to {entries} entries; at most {MAX_POD_RULES} are supported: a port or a network is one, and a range of \
+             ports is as many as there are blocks of a power of two in it, up to 30"
+        )
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::redirect::rules::{Lists, Ports};
+
+    #[test]
+    fn rules_are_counted_as_the_programs_hold_them() {
+        let ranges = |number: u16| Rules {
+            outbound: Lists {
+                not_ports: Ports((1..=number).map(|at| at * 1000 + 1..=at * 1000 + 998).collect()),
+                ..Lists::default()
+            },
+            ..Rules::default()
+        };
+        assert_eq!(too_many(&Compiled::of(&ranges(20))), None);
+        let rules = Compiled::of(&ranges(60));
+        let text = too_many(&rules).unwrap();
+        assert!(
+            text.contains(&format!("{} entries; at most 512", rules.entries.len())),
+            "{text}"
+        );
     }
 }
