@@ -81,6 +81,10 @@ fn main() -> ExitCode {
             }
         }
     }
+    cases.push(case(
+        "an_ingress_qdisc_is_no_place_for_ours",
+        an_ingress_qdisc_is_no_place_for_ours,
+    ));
     cases.extend(leaving::cases());
     suite(Needs::Agent, 2, cases)
 }
@@ -279,6 +283,25 @@ fn a_foreign_filter_at_our_place_stays(options: Options) {
     for (pod, before) in [&mesh.client, &mesh.server].into_iter().zip(&untouched) {
         assert_unchanged(before, pod, "is not as before the enrolment");
     }
+}
+
+/// A qdisc of the older kind takes a filter for what is sent, and shows it what arrives.
+fn an_ingress_qdisc_is_no_place_for_ours() {
+    let options = Options {
+        force_clsact: true,
+        ..Options::default()
+    };
+    let mesh = Mesh::started(options, |client, server| Workloads::hbone([client, server]));
+    mesh.agent.enrol(&mesh.server);
+    tc(&mesh.client, "qdisc add dev eth0 ingress");
+    let before = Footprint::of(&mesh.client.ns);
+    let answer = mesh.agent.cmdadd(&mesh.client);
+    assert_eq!(answer.status, 500, "{}", answer.body);
+    assert!(answer.body.contains("tc qdisc del dev"), "{}", answer.body);
+    assert_unchanged(&before, &mesh.client, "is not as before it was refused");
+    tc(&mesh.client, "qdisc del dev eth0 ingress");
+    mesh.agent.enrol(&mesh.client);
+    hbone_works(&mesh);
 }
 
 fn delivery_is_captured(options: Options, delivery: Delivery, family: Family) {

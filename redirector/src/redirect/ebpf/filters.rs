@@ -95,6 +95,23 @@ fn read(answer: &[u8]) -> Option<Filter> {
     Some(filter)
 }
 
+/// Whether an interface has a clsact qdisc. One of the older kind, ingress, stands at the same place, has room for filters of what
+/// arrives only, and takes those of what is sent for such.
+///
+/// # Errors
+/// Those of rtnetlink.
+pub(super) fn has_clsact(netlink: &mut Netlink, interface: u32) -> io::Result<bool> {
+    const TCA_KIND: u16 = 1;
+    // The kernel tells those of all interfaces.
+    let question = RouteNetlinkMessage::GetQueueDiscipline(TcMessage::default());
+    let is_it = |answer: &Vec<u8>| {
+        let mut attributes = NlasIterator::new(answer.get(HEADER_BYTES..).unwrap_or_default()).flatten();
+        answer.get(4..8) == Some(&interface.to_ne_bytes()[..])
+            && attributes.any(|attribute| attribute.kind() == TCA_KIND && attribute.value() == b"clsact\0")
+    };
+    Ok(netlink.dump(question)?.iter().any(is_it))
+}
+
 /// Those of `filters` that are ours: eBPF filters with our program's name.
 pub(super) fn ours<'a>(filters: &'a [Filter], program: &'a str) -> impl Iterator<Item = &'a Filter> {
     filters

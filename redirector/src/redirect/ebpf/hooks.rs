@@ -7,6 +7,7 @@ use std::{fs, io, os::fd::AsFd, path::Path};
 use super::{
     filters::{self, Filter},
     object::{self, DialRule, EGRESS, INGRESS},
+    report,
 };
 use crate::{
     redirect::Error,
@@ -202,15 +203,36 @@ pub(super) fn put_back(directory: &Path, interface: &Interface) -> Result<(), Er
 
 /// Adds the qdiscs that filters hang on; returns whether one was not there. Others may come to use it.
 pub(super) fn add_clsact(interfaces: &[Interface]) -> Result<bool, Error> {
-    let mut added = false;
+    let mut added = Vec::new();
     for interface in interfaces {
-        match tc::qdisc_add_clsact(&interface.name) {
-            Ok(()) => added = true,
-            Err(error) if raw_os_error(&error) == Some(libc::EEXIST) => {}
-            Err(error) => return Err(Error::new(format!("adding clsact to {}", interface.name), error)),
+        match add_one_clsact(interface) {
+            Ok(true) => added.push(interface.clone()),
+            Ok(false) => {}
+            Err(error) => {
+                report(remove_clsact(&added));
+                return Err(error);
+            }
         }
     }
-    Ok(added)
+    Ok(!added.is_empty())
+}
+
+fn add_one_clsact(interface: &Interface) -> Result<bool, Error> {
+    let failed = || format!("adding clsact to {}", interface.name);
+    match tc::qdisc_add_clsact(&interface.name) {
+        Ok(()) => return Ok(true),
+        Err(error) if raw_os_error(&error) == Some(libc::EEXIST) => {}
+        Err(error) => return Err(Error::new(failed(), error)),
+    }
+    let there = Netlink::open().and_then(|mut netlink| filters::has_clsact(&mut netlink, interface.index));
+    if there.map_err(|error| Error::new(failed(), error))? {
+        return Ok(false);
+    }
+    Err(Error::new(
+        failed(),
+        "somebody has put an ingress qdisc there, which has no place for what the interface sends: remove it (tc qdisc del dev NAME \
+         ingress), or have them use clsact",
+    ))
 }
 
 fn attaching(program: &str, interface: &Interface) -> impl Fn(ProgramError) -> Error + use<> {
