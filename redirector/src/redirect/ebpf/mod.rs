@@ -309,10 +309,10 @@ impl Ebpf {
             facts.changed_sysctls = before.changed_sysctls;
         }
         let had_dns = before.is_some_and(|before| before.has(FACT_DNS_CAPTURE));
-        let mut dns = self.give_dns(pod, plan, instance.slot, had_dns);
-        if before.is_none() {
-            dns = Ok(dns?);
-        }
+        let dns = match self.give_dns(pod, plan, instance.slot, had_dns) {
+            Err(error) if before.is_none() => return Err(error),
+            dns => dns,
+        };
         let without_dns = dns.is_err() && !had_dns;
         facts.flags &= !flag(without_dns, FACT_DNS_CAPTURE);
         // Known from the first moment that something is to be found.
