@@ -90,9 +90,9 @@ impl Leftovers for Pinned {
     }
 }
 
-/// Removes `instances`, all that there are of a pod, and what they changed in the namespaces that they were made for, as far as those are still there.
-/// `given` is the one that the pod is known to have; what is ours there goes even if nothing is known of an instance. `freed` is called
-/// for each instance whose programs run no more.
+/// Removes `instances`, all that there are of a pod, and what they changed in the namespaces that they were made for, as far as those
+/// are still there. `given` is the one that the pod is known to have; what is ours there goes even if nothing is known of an instance.
+/// `freed` is called for each instance whose programs run no more.
 pub(super) fn remove(
     pins: &Pins,
     uid: &PodUid,
@@ -213,6 +213,7 @@ fn restore(netns: &Netns, facts: &Facts) -> Vec<Error> {
     })
 }
 
+/// Does something in a namespace.
 pub(super) fn inside(netns: &Netns, f: impl FnOnce() -> Vec<Error>) -> Vec<Error> {
     netns
         .run(f)
