@@ -73,6 +73,9 @@ pub enum Counter {
     IngressRerouted = 27,
     /// Ingress: a later packet of such a connection.
     IngressReroutedLater = 28,
+    /// Egress: a packet of such a connection that was forwarded all the same, for want of the rule that delivers it: a SYN is
+    /// answered with RST, what comes later is dropped.
+    EgressUndelivered = 29,
 }
 
 /// The three programs, as a counter's label.
@@ -99,7 +102,7 @@ impl Program {
 
 impl Counter {
     /// All counters, in the order of the map.
-    pub const ALL: [Self; 29] = [
+    pub const ALL: [Self; 30] = [
         Self::EgressCaptured,
         Self::EgressTurnedBack,
         Self::EgressProxy,
@@ -129,6 +132,7 @@ impl Counter {
         Self::LookupDns,
         Self::IngressRerouted,
         Self::IngressReroutedLater,
+        Self::EgressUndelivered,
     ];
 
     /// Which program counts it, and under what name.
@@ -163,6 +167,7 @@ impl Counter {
             Self::LookupDns => (Program::Lookup, "dns"),
             Self::IngressRerouted => (Program::Ingress, "rerouted"),
             Self::IngressReroutedLater => (Program::Ingress, "rerouted_later"),
+            Self::EgressUndelivered => (Program::Egress, "undelivered"),
         }
     }
 }
@@ -204,6 +209,9 @@ pub struct Sender {
     pub has_socket: bool,
     /// The packet has the proxy's mark. Applications with CAP_NET_ADMIN can set it too, so it never lets a SYN out.
     pub has_proxy_mark: bool,
+    /// It arrived from behind the pod and was marked for delivery here ([`Ingress::Reroute`], [`Ingress::AskFarEnd`]), and is on its way
+    /// out all the same.
+    pub is_undelivered: bool,
 }
 
 /// The addresses of the pod's interfaces: a map in the programs, a slice in tests.
@@ -235,6 +243,14 @@ pub fn egress<P: Addresses + Rules + ?Sized>(
             return Egress::Drop(Counter::EgressMalformed);
         }
     };
+    // The policy rule that delivers it is missing. A connection that is open outlives that.
+    if sender.is_undelivered {
+        return if tcp.is_initial_syn() {
+            Egress::Refuse(Counter::EgressUndelivered)
+        } else {
+            Egress::Drop(Counter::EgressUndelivered)
+        };
+    }
     if tcp.destination.is_loopback() {
         return Egress::Pass(Counter::EgressOther);
     }

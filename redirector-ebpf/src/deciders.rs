@@ -34,9 +34,12 @@ pub fn redir_out_decide(ctx: TcContext) -> i32 {
 fn untagged(ctx: &TcContext, sender: tags::SenderSocket, pod: Pod) -> Egress {
     let skb = Skb(ctx);
     let parsed = packet::parse(&skb);
+    let mark = skb.mark() & MARK_MASK;
     let who = Sender {
         has_socket: !sender.is_null(),
-        has_proxy_mark: skb.mark() & MARK_MASK == MARK_PROXY.0,
+        has_proxy_mark: mark == MARK_PROXY.0,
+        // Answers to somebody behind the pod have this mark too, and are sent from here.
+        is_undelivered: mark == MARK_REROUTED.0 && skb.has_arrived(),
     };
     let verdict = verdict::egress(&parsed, who, pod.entry, &pod);
     // By reference, and no tuple of options anywhere: a kernel before 5.10.222 or 6.1.100 refuses to read the padding and the unset

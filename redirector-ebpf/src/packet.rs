@@ -24,6 +24,13 @@ impl Skb<'_> {
         unsafe { (*self.0.skb.skb).ifindex }
     }
 
+    /// Whether it came in by some interface; on egress: it is forwarded, and not sent from here.
+    #[inline(always)]
+    pub(crate) fn has_arrived(&self) -> bool {
+        // SAFETY: the kernel passes a valid context.
+        unsafe { (*self.0.skb.skb).ingress_ifindex != 0 }
+    }
+
     /// Whether its frame is addressed to the interface it arrived by, and not on its way past this host.
     #[inline(always)]
     pub(crate) fn is_for_this_host(&self) -> bool {

@@ -273,6 +273,24 @@ impl Agent {
         self.process.wait(STOP_DEADLINE).expect("a killed process ends");
     }
 
+    /// Holds it up, listeners and all, until [`Self::resume`].
+    ///
+    /// # Panics
+    /// When it does not stand still in time.
+    pub fn pause(&self) {
+        self.process.signal(Signal::SIGSTOP);
+        let status = format!("/proc/{}/status", self.pid());
+        wait::until("the agent to stand still", || {
+            let status = fs::read_to_string(&status).expect("the agent is there");
+            status.contains("State:\tT").then_some(())
+        });
+    }
+
+    /// Lets it go on.
+    pub fn resume(&self) {
+        self.process.signal(Signal::SIGCONT);
+    }
+
     /// Asks it to end, and waits.
     ///
     /// # Panics

@@ -1,9 +1,11 @@
 //! Virtual interfaces: what somebody behind a pod opens to elsewhere goes through the pod's proxy, and the rest is left alone.
 
 use std::{
+    collections::BTreeSet,
     io::{Read, Write},
     net::{TcpStream, UdpSocket},
     process::ExitCode,
+    time::Duration,
 };
 
 use redirector_tests::{
@@ -22,6 +24,9 @@ use redirector_tests::{
 use serde_json::json;
 use socket2::{Domain, Protocol, Socket, Type};
 
+/// What the agent finds at most 2 s after it is gone, with time for a busy machine.
+const REPAIRED: Duration = Duration::from_secs(5);
+
 type Test = fn(Family, Options);
 
 const TESTS: &[(&str, Test)] = &[
@@ -35,6 +40,7 @@ const TESTS: &[(&str, Test)] = &[
     ("connections_from_before_go_on", connections_from_before_go_on),
     ("interfaces_may_come_and_go", interfaces_may_come_and_go),
     ("without_a_proxy_it_is_refused", without_a_proxy_it_is_refused),
+    ("without_the_rule_nothing_leaves", without_the_rule_nothing_leaves),
     (
         "without_the_annotation_it_is_forwarded",
         without_the_annotation_it_is_forwarded,
@@ -313,6 +319,60 @@ fn without_a_proxy_it_is_refused(family: Family, options: Options) {
         "something left the pod"
     );
     mesh.agent.restart(&mesh.node);
+    captured_once(&vm, &mesh, family);
+}
+
+/// Somebody removes the policy rule that delivers what arrives.
+fn without_the_rule_nothing_leaves(family: Family, options: Options) {
+    let (vm, mesh) = behind(options, Link::Veth);
+    // Else packets of open connections are delivered by what their socket remembers, without a question to the rules.
+    mesh.client
+        .ns
+        .set_sysctl("net/ipv4/tcp_early_demux", "0")
+        .unwrap();
+    let hosts = [&*mesh.server, &mesh.node.outside];
+    let _apps = hosts.map(|host| {
+        [
+            App::start(&host.ns, (family.any(), PORT).into(), app::who),
+            App::start(&host.ns, (family.any(), PORT + 1).into(), app::echo),
+        ]
+    });
+    let mut open = hosts.map(|host| app::connect(&vm.ns, host.addr(family, PORT + 1)).unwrap());
+    talk(&mut open);
+    let flag = if family == Family::V4 { "-4" } else { "-6" };
+    let rules = || {
+        let shown = mesh.client.ns.ip_output(&format!("{flag} rule show"));
+        shown.lines().map(str::to_owned).collect::<BTreeSet<_>>()
+    };
+    let whole = rules();
+
+    // The agent can't put it back, and the proxy's listeners are there.
+    mesh.agent.pause();
+    mesh.client
+        .ns
+        .ip_output(&format!("{flag} rule del priority 32763 iif {INTERFACE}"));
+    let capture = mesh.node.capture(&mesh.client);
+    for stream in &mut open {
+        stream.write_all(b"a secret").unwrap();
+    }
+    for host in hosts {
+        refused(&vm.ns, host.addr(family, PORT));
+    }
+    let segments = capture.stop();
+    assert_eq!(opened_ports(&segments), [0_u16; 0], "something left the pod");
+    assert!(!contains(&segments, b"a secret"), "something left the pod");
+
+    mesh.agent.resume();
+    wait::within(REPAIRED, "the rule to be put back", || {
+        (rules() == whole).then_some(())
+    });
+    for stream in &mut open {
+        let mut buffer = [0; 8];
+        stream.read_exact(&mut buffer).unwrap();
+        assert_eq!(&buffer, b"a secret");
+    }
+    let undelivered = verdicts(&mesh.agent.metrics(), &mesh.client.uid, "egress", "undelivered");
+    assert!(undelivered >= 4.0, "{undelivered}");
     captured_once(&vm, &mesh, family);
 }
 

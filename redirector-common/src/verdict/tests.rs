@@ -69,14 +69,17 @@ const CAPTURE: Egress = Egress::Capture(Listener::Outbound);
 const SOCKET: Sender = Sender {
     has_socket: true,
     has_proxy_mark: false,
+    is_undelivered: false,
 };
 const NO_SOCKET: Sender = Sender {
     has_socket: false,
     has_proxy_mark: false,
+    is_undelivered: false,
 };
 const MARKED: Sender = Sender {
     has_socket: true,
     has_proxy_mark: true,
+    is_undelivered: false,
 };
 
 #[test]
@@ -605,7 +608,7 @@ proptest! {
             flags: TCP_SYN | (extra & 0b1110_1000), l4_offset: 34, v4: source.is_v4(),
         });
         for has_socket in [true, false] {
-            let sender = Sender { has_socket, has_proxy_mark };
+            let sender = Sender { has_socket, has_proxy_mark, is_undelivered: false };
             let verdict = egress(&packet, sender, &pod(0), own().as_slice());
             prop_assert!(matches!(verdict, Egress::Capture(_) | Egress::Refuse(_)), "{:?}", verdict);
         }

@@ -11,7 +11,7 @@ use std::{
 use redirector_common::consts::{MARK_MASK, Mark};
 use rtnetlink::{
     RouteMessageBuilder,
-    packet_core::{NLM_F_CREATE, NLM_F_EXCL},
+    packet_core::{NLM_F_CREATE, NLM_F_EXCL, Parseable as _},
     packet_route::{
         AddressFamily, RouteNetlinkMessage,
         route::{RouteAddress, RouteAttribute, RouteMessage, RouteScope, RouteType},
@@ -86,13 +86,45 @@ impl Routing {
         Ok(changed)
     }
 
-    /// Whether all that is wanted is in place; cheap, for looks that mostly find it so.
-    pub(super) fn in_place(&self, netlink: &mut Netlink, v6: bool) -> bool {
+    /// Whether all that is wanted is in place, the rules of the `interfaces` too; cheap, for looks that mostly find it so.
+    pub(super) fn in_place(&self, netlink: &mut Netlink, v6: bool, interfaces: &[String]) -> bool {
         let set = |sysctl: &Sysctl| {
             fs::read_to_string(sysctl.path()).is_ok_and(|value| value.trim() == digit(sysctl.wanted))
         };
         self.sysctls.iter().filter(|sysctl| v6 || !sysctl.v6).all(set)
-            && families(v6).all(|family| self.marks.iter().all(|mark| delivered(netlink, family, *mark)))
+            && families(v6).all(|family| {
+                self.marks.iter().all(|mark| delivered(netlink, family, *mark))
+                    && self.has_interface_rules(netlink, family, interfaces)
+            })
+    }
+
+    /// Whether there is a rule for what arrives by each of the interfaces. What the kernel would do with such a packet can't be asked,
+    /// as for the other marks: it depends on who is behind the interface.
+    fn has_interface_rules(&self, netlink: &mut Netlink, family: IpAddr, interfaces: &[String]) -> bool {
+        let mut wanted = interfaces
+            .iter()
+            .zip(self.arriving.iter().cycle())
+            .map(|(interface, mark)| self.interface_rule(family, *mark, interface))
+            .peekable();
+        if wanted.peek().is_none() {
+            return true;
+        }
+        let mut question = RuleMessage::default();
+        question.header.family = address_family(family);
+        let Ok(answers) = netlink.dump(RouteNetlinkMessage::GetRule(question)) else {
+            return false;
+        };
+        // Others' rules may be newer than this reader of them.
+        let found: Vec<_> = answers
+            .iter()
+            .filter_map(|answer| RuleMessage::parse(answer.as_slice()).ok())
+            .collect();
+        let is = |wanted: &RuleMessage, found: &RuleMessage| {
+            let mut attributes = wanted.attributes.iter();
+            wanted.header.action == found.header.action
+                && attributes.all(|attribute| found.attributes.contains(attribute))
+        };
+        wanted.all(|wanted| found.iter().any(|found| is(&wanted, found)))
     }
 
     /// Puts back what [`Self::set_sysctls`] changed.
@@ -121,9 +153,8 @@ impl Routing {
         let mut added = 0;
         for family in families(v6) {
             for (interface, mark) in interfaces.iter().zip(self.arriving.iter().cycle()) {
-                let mut rule = self.rule(family, *mark);
-                rule.attributes.push(RuleAttribute::Iifname(interface.clone()));
-                let result = netlink.change(RouteNetlinkMessage::NewRule(rule), NLM_F_CREATE | NLM_F_EXCL);
+                let rule = RouteNetlinkMessage::NewRule(self.interface_rule(family, *mark, interface));
+                let result = netlink.change(rule, NLM_F_CREATE | NLM_F_EXCL);
                 added += usize::from(was_absent(result, || {
                     format!("adding the rule for what arrives by {interface}")
                 })?);
@@ -238,6 +269,12 @@ impl Routing {
             RuleAttribute::FwMask(MARK_MASK),
         ];
         message
+    }
+
+    fn interface_rule(&self, family: IpAddr, mark: Mark, interface: &str) -> RuleMessage {
+        let mut rule = self.rule(family, mark);
+        rule.attributes.push(RuleAttribute::Iifname(interface.to_owned()));
+        rule
     }
 }
 

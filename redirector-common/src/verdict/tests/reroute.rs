@@ -108,3 +108,36 @@ fn an_interface_is_one_of_those_named() {
     entry.rerouted[7] = 7;
     assert!(!entry.reroutes(0) && entry.reroutes(7) && !entry.reroutes(8));
 }
+
+#[test]
+fn what_was_to_be_delivered_here_never_leaves() {
+    let undelivered = Sender {
+        is_undelivered: true,
+        ..NO_SOCKET
+    };
+    let refused = Egress::Refuse(Counter::EgressUndelivered);
+    let dropped = Egress::Drop(Counter::EgressUndelivered);
+    for (inner, own_address, far) in [(INNER_V4, POD_V4, FAR_V4), (INNER_V6, POD_V6, FAR_V6)] {
+        // The pod may have written its own address over the sender's (masquerading), and port 9 is left alone: what is, has no mark.
+        for source in [inner, own_address] {
+            for port in [9, 53, 80] {
+                for (flags, tcp_flags, expected) in [
+                    (0, TCP_SYN, refused),
+                    (FLAG_DNS_CAPTURE, TCP_SYN, refused),
+                    (FLAG_RELEASING, TCP_SYN, refused),
+                    (0, TCP_ACK, dropped),
+                    (0, TCP_RST, dropped),
+                    (FLAG_RELEASING, TCP_FIN | TCP_ACK, dropped),
+                ] {
+                    let entry = PodEntry {
+                        rules: bits(Subject::OutboundPort, false),
+                        ..pod(flags)
+                    };
+                    let packet = tcp(source, 4000, far, port, tcp_flags);
+                    let verdict = egress(&packet, undelivered, &entry, own().as_slice());
+                    assert_eq!(verdict, expected, "{packet:?}");
+                }
+            }
+        }
+    }
+}

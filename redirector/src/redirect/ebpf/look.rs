@@ -57,7 +57,7 @@ impl Known {
             let mut captured = self.captured.iter();
             let whole = interfaces().ok()? == self.interfaces
                 && captured.all(|interface| self.programs.are_on(&mut netlink, mode, interface))
-                && ROUTING.in_place(&mut netlink, self.v6);
+                && ROUTING.in_place(&mut netlink, self.v6, &rules.reroute_interfaces.0);
             Some(whole)
         });
         in_place.ok().flatten().unwrap_or(false)
