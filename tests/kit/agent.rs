@@ -68,6 +68,8 @@ pub struct Options {
     pub zds: Option<PathBuf>,
     /// As on a machine whose cgroups are all of version 1.
     pub without_cgroup2: bool,
+    /// A directory of programs that come before those of PATH.
+    pub programs: Option<PathBuf>,
     /// More arguments.
     pub arguments: Vec<String>,
 }
@@ -168,6 +170,10 @@ impl Agent {
             .env("CA_ADDRESS", "")
             .env("FAKE_CA", "true")
             .env("RUST_BACKTRACE", "1");
+        if let Some(programs) = &options.programs {
+            let path = env::var("PATH").unwrap_or_default();
+            command.env("PATH", format!("{}:{path}", programs.display()));
+        }
         let process = Process::start(&mut command, &directory.join("agent.log"))?;
         let metrics = (std::net::Ipv4Addr::LOCALHOST, METRICS_PORT).into();
         Ok(Self {

@@ -1,6 +1,9 @@
 //! Iptables mode beyond the paths that it shares with eBPF (`e2e`): what it writes, leaves alone, puts back and removes, with
 //! the programs for nftables and with those for the tables of before.
 
+#[path = "iptables/faults.rs"]
+mod faults;
+
 use std::{
     fs,
     io::{Read, Write},
@@ -86,7 +89,18 @@ fn main() -> ExitCode {
         "an_enrolment_that_fails_is_undone",
         an_enrolment_that_fails_is_undone,
     ));
+    cases.extend(faults::cases());
     suite(Needs::Agent, 2, cases)
+}
+
+fn config(variant: Variant, directory: &Path) -> Config {
+    Config {
+        backend: match variant {
+            Variant::Nft => Backend::Nft,
+            Variant::Legacy => Backend::Legacy,
+        },
+        state_dir: directory.join("state"),
+    }
 }
 
 fn talk(mesh: &Mesh) {
@@ -436,14 +450,7 @@ fn pods_move_to_ebpf_and_back_and_are_captured_once(variant: Variant) {
 fn lists_of_ports_and_networks_hold(variant: Variant) {
     let node = Node::new();
     let pod = node.pod("pod");
-    let backend = Iptables::open(&Config {
-        backend: match variant {
-            Variant::Nft => Backend::Nft,
-            Variant::Legacy => Backend::Legacy,
-        },
-        state_dir: node.directory().join("state"),
-    })
-    .unwrap();
+    let backend = Iptables::open(&config(variant, node.directory())).unwrap();
     let untouched = (variant.ours(&pod.ns), routing(&pod));
     let own: Vec<App> = Family::BOTH
         .into_iter()

@@ -1,41 +1,29 @@
 //! What the iptables backend leaves: rules in the pods on its records. They go as they came, by the programs that wrote them.
 
-use std::{
-    fs, io,
-    sync::{Arc, Mutex, PoisonError},
-};
+use std::{fs, io};
 
-use super::{Config, Iptables, all_or, records::Records, records_dir};
+use super::{Config, all_or, records::Records, records_dir, removal::Removal, run::Tools, write::Writer};
 use crate::{
     mesh::pod::PodUid,
-    redirect::{Error, Leftovers, Redirector as _},
-    sys::netns::Netns,
+    redirect::{Error, Leftovers},
+    sys::{netns::Netns, process},
 };
 
 /// The pods on record in a state directory.
 pub struct Recorded {
     config: Config,
-    /// Opened for the first pod, if there is one: it needs the programs, and tries them.
-    backend: Mutex<Option<Arc<Iptables>>>,
+    records: Records,
+    writer: Writer,
 }
 
 impl Recorded {
     /// Those of an agent with these settings that runs no more, or with another backend.
     pub fn new(config: Config) -> Self {
         Self {
+            records: Records::existing(&records_dir(&config.state_dir)),
             config,
-            backend: Mutex::default(),
+            writer: Writer::default(),
         }
-    }
-
-    fn backend(&self) -> Result<Arc<Iptables>, Error> {
-        let mut backend = self.backend.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(backend) = &*backend {
-            return Ok(Arc::clone(backend));
-        }
-        let opened = Arc::new(Iptables::open(&self.config)?);
-        *backend = Some(Arc::clone(&opened));
-        Ok(opened)
     }
 }
 
@@ -45,15 +33,19 @@ impl Leftovers for Recorded {
     }
 
     fn pods(&self) -> Result<Vec<PodUid>, Error> {
-        Records::existing(&records_dir(&self.config.state_dir)).uids()
+        self.records.uids()
     }
 
-    fn remove(&self, uid: &PodUid, _: Option<&Netns>) -> Result<(), Vec<Error>> {
-        // The record says better than anybody which namespace it was.
-        if !self.pods().map_err(|error| vec![error])?.contains(uid) {
-            return Ok(());
-        }
-        self.backend().map_err(|error| vec![error])?.forget(uid)
+    fn remove(&self, uid: &PodUid, netns: Option<&Netns>) -> Result<(), Vec<Error>> {
+        // Not tried, and perhaps not those that wrote the rules.
+        let tools = Tools::find(self.config.backend).ok();
+        let removal = Removal {
+            records: &self.records,
+            writer: &self.writer,
+            tools: tools.as_ref(),
+            sees_all: process::sees_all(),
+        };
+        removal.of_pod(uid, netns)
     }
 
     fn remove_shared(&self) -> Result<(), Vec<Error>> {

@@ -5,12 +5,14 @@
 //! - `run`: the programs
 //! - `write`: from the rules that are there to those that are wanted
 //! - `records`: which pods have rules, for the next agent
+//! - `removal`: from such a record to a pod without rules
 //! - [`leftovers`]: what is left of that, and its removal
 //!
 //! Rules outlive the agent. Without one, connections are redirected to ports where nobody listens, and are refused.
 
 pub mod leftovers;
 mod records;
+mod removal;
 mod rules;
 mod run;
 mod write;
@@ -29,9 +31,10 @@ use redirector_common::consts::MARK_PROXY;
 
 pub use self::run::{Backend, InvalidBackend};
 use self::{
-    records::{Record, Records},
-    rules::{Capture, Chains, Family, MARK_TPROXY, Table},
-    run::{Tools, Variant},
+    records::{Loaded, Record, Records},
+    removal::Removal,
+    rules::{Capture, Chains, MARK_TPROXY, Table},
+    run::Tools,
     write::Writer,
 };
 use super::{
@@ -41,7 +44,7 @@ use super::{
 };
 use crate::{
     mesh::pod::PodUid,
-    sys::{interfaces::interfaces, netns::Netns, socket},
+    sys::{interfaces::interfaces, process, socket},
 };
 
 /// Istio's: `cni/pkg/iptables/iptables.go`, AddInpodMarkIPRule and AddLoopbackRoutes.
@@ -100,7 +103,8 @@ fn records_dir(state_dir: &Path) -> PathBuf {
 }
 
 impl Iptables {
-    /// Opens the backend: finds the programs, and tries the rules in a namespace made for that.
+    /// Opens the backend: finds the programs, and tries the rules in a namespace made for that. A node without IPv6, or without the
+    /// programs for it, has rules for IPv4 only.
     ///
     /// # Errors
     /// Programs or parts of the kernel that are missing: each says what to do.
@@ -108,10 +112,18 @@ impl Iptables {
         let tools = Tools::find(config.backend)?;
         let records = Records::open(&records_dir(&config.state_dir))?;
         let writer = Writer::try_out(&tools, &Rules::default())?;
-        tracing::info!(
-            variant = %tools.variant, version = tools.version, v6 = writer.v6(),
-            program = %tools.restore_path(Family::V4).display(), "iptables rules accepted by this kernel"
-        );
+        for programs in tools.families() {
+            tracing::info!(
+                variant = %tools.variant, version = tools.version, family = ?programs.family,
+                program = %programs.restore_path().display(), "iptables rules accepted by this kernel"
+            );
+        }
+        if let Some(reason) = tools.without_v6() {
+            tracing::warn!(
+                reason,
+                "no rules for IPv6: pods that have IPv6 addresses can't be captured"
+            );
+        }
         Ok(Self {
             tools,
             writer,
@@ -124,12 +136,22 @@ impl Iptables {
         self.looked.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The programs that wrote a pod's rules: an earlier agent may have used others.
-    fn tools_of(&self, variant: Variant) -> Result<Tools, Error> {
-        if variant == self.tools.variant {
-            return Ok(self.tools.clone());
+    fn removal(&self) -> Removal<'_> {
+        Removal {
+            records: &self.records,
+            writer: &self.writer,
+            tools: Some(&self.tools),
+            sees_all: process::sees_all(),
         }
-        Tools::find(variant.into())
+    }
+
+    /// A pod's record, if it has one in this namespace.
+    fn record_of(&self, pod: &PodNetwork) -> Result<Option<Record>, Error> {
+        match self.records.load(&pod.uid)? {
+            Loaded::Nothing => Ok(None),
+            Loaded::Record(record) => Ok(record.is_of(&pod.netns)?.then_some(record)),
+            Loaded::Unknown(error) => Record::unknown(&pod.uid, &pod.netns, &error).map(Some),
+        }
     }
 
     /// Whether the pod needs routes for IPv6.
@@ -146,37 +168,18 @@ impl Iptables {
                 _ => None,
             })
             .collect();
-        if self.writer.v6() {
+        let Some(reason) = self.tools.without_v6() else {
             return Ok(!v6.is_empty());
-        }
+        };
         match v6.iter().find(|address| !address.is_unicast_link_local()) {
             None => Ok(false),
             Some(address) => Err(Error::new(
                 format!("planning the capture of {}", pod.uid),
                 format!(
-                    "it has the address {address}, and the rules for IPv6 can't be written on this node: the agent said at \
-                     its start why"
+                    "it has the address {address}, and there are no rules for IPv6 on this node: {reason}"
                 ),
             )),
         }
-    }
-
-    /// Removes all of ours from a namespace.
-    fn clear(&self, netns: &Netns, record: &Record) -> Vec<Error> {
-        let cleared = self
-            .tools_of(record.variant)
-            .and_then(|tools| self.writer.bring(&tools, netns, |_| Chains::new()));
-        let mut errors: Vec<_> = cleared.err().into_iter().collect();
-        let inside = netns.run(|| {
-            let mut errors = ROUTING.remove();
-            errors.extend(ROUTING.restore_sysctls(record.changed_sysctls));
-            errors
-        });
-        match inside {
-            Ok(more) => errors.extend(more),
-            Err(error) => errors.push(Error::new(format!("entering {}", netns.id()), error)),
-        }
-        errors
     }
 
     /// Sees to it that routes and sysctls are in place, and tells whether they were not.
@@ -202,15 +205,47 @@ impl Iptables {
         let rewritten = self
             .writer
             .bring(&self.tools, netns, |family| capture.chains(family))?;
-        if record.variant != self.tools.variant {
+        if record.variant != Some(self.tools.variant) {
             // Only now: nothing leaves in plain in between.
-            let others = self.tools_of(record.variant)?;
-            self.writer.bring(&others, netns, |_| Chains::new())?;
-            tracing::info!(uid = %pod.uid, old = %record.variant, new = %self.tools.variant, "rules moved");
-            record.variant = self.tools.variant;
+            for variant in record.variants() {
+                if variant != self.tools.variant {
+                    self.removal().clear_rules(netns, record, variant)?;
+                }
+            }
+            tracing::info!(uid = %pod.uid, old = ?record.variant, new = %self.tools.variant, "rules moved");
+            record.variant = Some(self.tools.variant);
             self.records.save(&pod.uid, record)?;
         }
         Ok(rewritten)
+    }
+
+    /// Sees to it that everything is in place, and tells whether it was not.
+    fn put_back(
+        &self,
+        pod: &PodNetwork,
+        record: &mut Record,
+        v6: bool,
+        is_new: bool,
+        look_at_rules: bool,
+    ) -> Result<bool, Error> {
+        let routed = self.route(pod, record, v6);
+        if is_new && routed.is_err() {
+            return routed;
+        }
+        // Whatever is wrong with a captured pod's routes, without its rules it would be captured no more.
+        let captured = if look_at_rules {
+            self.capture(pod, record)
+        } else {
+            Ok(false)
+        };
+        match (routed, captured) {
+            (Ok(routed), Ok(captured)) => Ok(routed || captured),
+            (Ok(_), Err(error)) | (Err(error), Ok(_)) => Err(error),
+            (Err(error), Err(other)) => {
+                tracing::warn!(uid = %pod.uid, error = %other, "nor can the rules be put back");
+                Err(error)
+            }
+        }
     }
 }
 
@@ -249,19 +284,16 @@ impl Redirector for Iptables {
             .as_ref()
             .map(|look| look.at)
             .filter(|at| at.elapsed() < LOOK_INTERVAL);
-        let before = self
-            .records
-            .load(&pod.uid)?
-            .filter(|record| record.is_of(&pod.netns));
-        let mut record = before.unwrap_or_else(|| Record::of(&pod.netns, self.tools.variant));
+        let before = self.record_of(pod)?;
+        let mut record = match before {
+            Some(record) => record,
+            None => Record::of(&pod.netns, self.tools.variant)?,
+        };
         if before.is_none() {
             self.records.save(&pod.uid, &record)?;
         }
-        let mut put_back = || -> Result<bool, Error> {
-            let routes = self.route(pod, &mut record, wanted.v6)?;
-            Ok(routes | (lately.is_none() && self.capture(pod, &mut record)?))
-        };
-        match put_back() {
+        let look_at_rules = lately.is_none() || record.variant != Some(self.tools.variant);
+        match self.put_back(pod, &mut record, wanted.v6, before.is_none(), look_at_rules) {
             Ok(put_back) => {
                 if put_back && look.is_some() {
                     tracing::warn!(
@@ -279,10 +311,14 @@ impl Redirector for Iptables {
             Err(error) => {
                 // What an earlier capture left stays: its pod fails closed.
                 if before.is_none() {
-                    for error in self.clear(&pod.netns, &record) {
-                        tracing::warn!(%error, "clean-up incomplete");
+                    let mut left = self.removal().clear(&pod.netns, &record);
+                    // As in `detach`: what is left stays on record.
+                    if left.is_empty() {
+                        left.extend(self.records.remove(&pod.uid).err());
                     }
-                    self.records.remove(&pod.uid)?;
+                    for error in left {
+                        tracing::warn!(uid = %pod.uid, %error, "clean-up incomplete");
+                    }
                 }
                 Err(error)
             }
@@ -305,15 +341,12 @@ impl Redirector for Iptables {
 
     fn detach(&self, pod: &PodNetwork) -> Result<(), Vec<Error>> {
         self.looked().remove(&pod.uid);
-        let record = match self.records.load(&pod.uid) {
-            Ok(record) => record.filter(|record| record.is_of(&pod.netns)),
-            Err(error) => {
-                tracing::warn!(%error, "detaching without the pod's record");
-                None
-            }
-        };
-        let record = record.unwrap_or_else(|| Record::of(&pod.netns, self.tools.variant));
-        let mut errors = self.clear(&pod.netns, &record);
+        let record = self.record_of(pod).and_then(|record| match record {
+            Some(record) => Ok(record),
+            None => Record::of(&pod.netns, self.tools.variant),
+        });
+        let record = record.map_err(|error| vec![error])?;
+        let mut errors = self.removal().clear(&pod.netns, &record);
         // With a record that is left, the next agent tries again.
         if errors.is_empty() {
             errors.extend(self.records.remove(&pod.uid).err());
@@ -323,21 +356,7 @@ impl Redirector for Iptables {
 
     fn forget(&self, uid: &PodUid) -> Result<(), Vec<Error>> {
         self.looked().remove(uid);
-        let record = self.records.load(uid).map_err(|error| vec![error])?;
-        let mut errors = Vec::new();
-        if let Some(record) = record {
-            // Another pod's record with this namespace means that the number has come back.
-            let taken = self
-                .records
-                .others_have(uid, record.netns_ino)
-                .map_err(|error| vec![error])?;
-            let netns = Netns::find(record.netns_ino).filter(|netns| !taken && record.is_of(netns));
-            errors.extend(netns.into_iter().flat_map(|netns| self.clear(&netns, &record)));
-        }
-        if errors.is_empty() {
-            errors.extend(self.records.remove(uid).err());
-        }
-        all_or(errors)
+        self.removal().of_pod(uid, None)
     }
 
     fn attached(&self) -> Result<Vec<PodUid>, Error> {

@@ -19,33 +19,71 @@ const SUFFIX: &str = ".json";
 const MAX_BYTES: u64 = 4096;
 
 /// A pod that has rules.
+///
+/// What a later agent may have added is passed over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[serde(rename_all = "camelCase")]
 pub(super) struct Record {
     pub(super) netns_ino: u64,
     /// Inode numbers come back; cookies do not, within one boot. None before Linux 5.14.
     netns_cookie: Option<u64>,
-    /// What its rules are written to.
-    pub(super) variant: Variant,
+    /// What its rules are written to; `None` is not known.
+    pub(super) variant: Option<Variant>,
     /// The sysctls that were changed, a bit each.
     pub(super) changed_sysctls: u32,
 }
 
 impl Record {
     /// The record of a pod in `netns` where nothing was changed yet.
-    pub(super) fn of(netns: &Netns, variant: Variant) -> Self {
-        Self {
+    pub(super) fn of(netns: &Netns, variant: Variant) -> Result<Self, Error> {
+        Ok(Self {
+            variant: Some(variant),
+            ..Self::blank(netns)?
+        })
+    }
+
+    /// Stands for a record that says nothing, of a pod in `netns`: which rules there are has to be found out.
+    pub(super) fn unknown(uid: &PodUid, netns: &Netns, error: &Error) -> Result<Self, Error> {
+        tracing::warn!(%uid, %error, "rules of either kind are looked for, and sysctls stay as they are");
+        Self::blank(netns)
+    }
+
+    fn blank(netns: &Netns) -> Result<Self, Error> {
+        Ok(Self {
             netns_ino: netns.id().ino,
-            netns_cookie: netns.cookie().ok().flatten(),
-            variant,
+            netns_cookie: cookie(netns)?,
+            variant: None,
             changed_sysctls: 0,
-        }
+        })
     }
 
     /// Whether this namespace is meant.
-    pub(super) fn is_of(&self, netns: &Netns) -> bool {
-        self.netns_ino == netns.id().ino && self.netns_cookie == netns.cookie().ok().flatten()
+    pub(super) fn is_of(&self, netns: &Netns) -> Result<bool, Error> {
+        Ok(self.netns_ino == netns.id().ino && self.netns_cookie == cookie(netns)?)
     }
+
+    /// What its rules may be written to.
+    pub(super) fn variants(&self) -> Vec<Variant> {
+        self.variant
+            .map_or(Variant::ALL.to_vec(), |variant| vec![variant])
+    }
+}
+
+fn cookie(netns: &Netns) -> Result<Option<u64>, Error> {
+    netns
+        .cookie()
+        .map_err(|error| Error::new(format!("asking for the cookie of {}", netns.id()), error))
+}
+
+/// What there is for a pod.
+#[derive(Debug)]
+pub(super) enum Loaded {
+    /// No record: it has no rules.
+    Nothing,
+    /// Its record.
+    Record(Record),
+    /// A record that says nothing: a later agent's, or damaged. The pod has, or may have, rules.
+    Unknown(Error),
 }
 
 /// The directory of records. All methods block.
@@ -72,7 +110,8 @@ impl Records {
         }
     }
 
-    fn path(&self, uid: &PodUid) -> PathBuf {
+    /// The file of a pod's record.
+    pub(super) fn path(&self, uid: &PodUid) -> PathBuf {
         self.directory.join(format!("{uid}{SUFFIX}"))
     }
 
@@ -88,8 +127,8 @@ impl Records {
         write().map_err(|error| Error::new(format!("writing {}", path.display()), error))
     }
 
-    /// The record of a pod, if it has one. One that cannot be read is told, and is none: what is in the pod is found there.
-    pub(super) fn load(&self, uid: &PodUid) -> Result<Option<Record>, Error> {
+    /// Reads the record of a pod.
+    pub(super) fn load(&self, uid: &PodUid) -> Result<Loaded, Error> {
         let path = self.path(uid);
         let read = || -> io::Result<Record> {
             let mut bytes = Vec::new();
@@ -97,14 +136,18 @@ impl Records {
             Ok(serde_json::from_slice(&bytes)?)
         };
         match read() {
-            Ok(record) => Ok(Some(record)),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Ok(record) => Ok(Loaded::Record(record)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Loaded::Nothing),
             Err(error)
-                if error.kind() == io::ErrorKind::InvalidData
-                    || error.kind() == io::ErrorKind::UnexpectedEof =>
+                if matches!(
+                    error.kind(),
+                    io::ErrorKind::InvalidData | io::ErrorKind::UnexpectedEof
+                ) =>
             {
-                tracing::error!(path = %path.display(), %error, "bad record of a pod's rules");
-                Ok(None)
+                Ok(Loaded::Unknown(Error::new(
+                    format!("making sense of {}", path.display()),
+                    error,
+                )))
             }
             Err(error) => Err(Error::new(format!("reading {}", path.display()), error)),
         }
@@ -137,16 +180,52 @@ impl Records {
         Ok(uids)
     }
 
-    /// Whether another pod has the namespace of this number.
+    /// Whether another pod has the namespace of this number, by its record.
     pub(super) fn others_have(&self, uid: &PodUid, netns_ino: u64) -> Result<bool, Error> {
-        for other in self.uids()?.iter().filter(|other| *other != uid) {
-            if self
-                .load(other)?
-                .is_some_and(|record| record.netns_ino == netns_ino)
-            {
-                return Ok(true);
-            }
+        let uids = self.uids()?;
+        let mut others = uids.iter().filter(|other| *other != uid);
+        // One that can't be read is no reason to leave this pod's rules.
+        let has =
+            |other| matches!(self.load(other), Ok(Loaded::Record(record)) if record.netns_ino == netns_ino);
+        Ok(others.any(has))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_cannot_be_read_is_not_taken_for_none() {
+        let directory = tempfile::tempdir().unwrap();
+        let records = Records::open(directory.path()).unwrap();
+        let uid: PodUid = "a-pod".parse().unwrap();
+        let read = || match records.load(&uid).unwrap() {
+            Loaded::Record(record) => record,
+            other => panic!("{other:?}"),
+        };
+        assert!(matches!(records.load(&uid), Ok(Loaded::Nothing)));
+        let record = Record {
+            netns_ino: 5,
+            netns_cookie: Some(6),
+            variant: Some(Variant::Legacy),
+            changed_sysctls: 1,
+        };
+        records.save(&uid, &record).unwrap();
+        assert_eq!(read(), record);
+        let whole = fs::read_to_string(records.path(&uid)).unwrap();
+        // As a later agent writes it.
+        fs::write(records.path(&uid), whole.replacen('{', r#"{"later":[1],"#, 1)).unwrap();
+        assert_eq!(read(), record);
+        for bad in ["", "{", "null", &whole.replace("legacy", "later")] {
+            fs::write(records.path(&uid), bad).unwrap();
+            let Loaded::Unknown(error) = records.load(&uid).unwrap() else {
+                panic!("{bad} was read");
+            };
+            assert!(error.to_string().contains("a-pod.json"), "{error}");
+            assert_eq!(records.uids().unwrap(), std::slice::from_ref(&uid));
+            // Another's record is none of its business.
+            assert!(!records.others_have(&"b-pod".parse().unwrap(), 5).unwrap());
         }
-        Ok(false)
     }
 }

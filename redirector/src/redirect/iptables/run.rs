@@ -62,6 +62,11 @@ pub(super) enum Variant {
     Legacy,
 }
 
+impl Variant {
+    /// Both.
+    pub(super) const ALL: [Self; 2] = [Self::Nft, Self::Legacy];
+}
+
 impl fmt::Display for Variant {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
@@ -84,7 +89,8 @@ impl From<Variant> for Backend {
 #[derive(Debug, Clone)]
 pub(super) struct Tools {
     v4: Pair,
-    v6: Pair,
+    /// Without them: which one is missing.
+    v6: Result<Pair, String>,
     /// What they write to.
     pub(super) variant: Variant,
     /// What they say of themselves.
@@ -107,23 +113,28 @@ pub(super) struct Run<'a> {
 }
 
 impl Tools {
-    /// Finds the programs of `backend`, and asks one for its version.
+    /// Finds the programs of `backend`, and asks one for its version. Those for IPv6 need not be there.
     ///
     /// # Errors
     /// A program that is missing or does not say what it is: the error says which, where it was looked for and what brings it.
     pub(super) fn find(backend: Backend) -> Result<Self, Error> {
+        Self::find_in(&directories(), backend)
+    }
+
+    fn find_in(directories: &[PathBuf], backend: Backend) -> Result<Self, Error> {
         let infix = match backend {
             Backend::Auto => "",
             Backend::Nft => "-nft",
             Backend::Legacy => "-legacy",
         };
-        let pair = |family: &str| {
+        let pair = |family: &str| -> Result<Pair, Error> {
             Ok(Pair {
-                restore: find_program(&format!("{family}{infix}-restore"))?,
-                save: find_program(&format!("{family}{infix}-save"))?,
+                restore: find_program(directories, &format!("{family}{infix}-restore"))?,
+                save: find_program(directories, &format!("{family}{infix}-save"))?,
             })
         };
-        let (v4, v6) = (pair("iptables")?, pair("ip6tables")?);
+        let v4 = pair("iptables")?;
+        let v6 = pair("ip6tables").map_err(|error| error.to_string());
         let here = Netns::current().map_err(|error| Error::new("opening the own namespace", error))?;
         let ask = Run {
             program: &v4.restore,
@@ -144,43 +155,68 @@ impl Tools {
         })
     }
 
-    /// The program that writes the rules of a family.
-    pub(super) fn restore_path(&self, family: Family) -> &Path {
-        &self.pair(family).restore
+    /// The programs of the families whose rules can be reached from this node.
+    pub(super) fn families(&self) -> impl Iterator<Item = Programs<'_>> {
+        let v6 = self.v6.as_ref().ok().filter(|_| kernel_has_v6());
+        let all = [(Family::V4, Some(&self.v4)), (Family::V6, v6)];
+        all.into_iter()
+            .filter_map(|(family, pair)| Some(Programs { family, pair: pair? }))
     }
 
-    /// A run that prints a family's rules.
-    pub(super) fn save(&self, family: Family) -> Run<'_> {
+    /// Why there are no rules for IPv6, if there are none: the kernel or the node is without, which is no fault.
+    pub(super) fn without_v6(&self) -> Option<String> {
+        if !kernel_has_v6() {
+            return Some("this kernel runs without IPv6".to_owned());
+        }
+        self.v6.as_ref().err().cloned()
+    }
+}
+
+/// The programs of a family whose rules can be reached.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Programs<'a> {
+    pub(super) family: Family,
+    pair: &'a Pair,
+}
+
+impl<'a> Programs<'a> {
+    /// The one that writes rules.
+    pub(super) fn restore_path(self) -> &'a Path {
+        &self.pair.restore
+    }
+
+    /// A run that prints the rules.
+    pub(super) fn save(self) -> Run<'a> {
         Run {
-            program: &self.pair(family).save,
+            program: &self.pair.save,
             arguments: &[],
             input: "",
         }
     }
 
-    /// A run that carries out `input` on a family's rules.
-    pub(super) fn restore<'a>(&'a self, family: Family, input: &'a str) -> Run<'a> {
+    /// A run that carries out `input` on the rules.
+    pub(super) fn restore(self, input: &'a str) -> Run<'a> {
         Run {
-            program: &self.pair(family).restore,
+            program: &self.pair.restore,
             arguments: &[LOCK_WAIT, "--noflush"],
             input,
         }
     }
-
-    fn pair(&self, family: Family) -> &Pair {
-        match family {
-            Family::V4 => &self.v4,
-            Family::V6 => &self.v6,
-        }
-    }
 }
 
-fn find_program(name: &str) -> Result<PathBuf, Error> {
+/// Asked each time: the module may be loaded later.
+fn kernel_has_v6() -> bool {
+    Path::new("/proc/net/if_inet6").exists()
+}
+
+/// Where programs are looked for.
+fn directories() -> Vec<PathBuf> {
     let path = env::var_os("PATH").unwrap_or_default();
-    let mut directories: Vec<_> = env::split_paths(&path)
-        .filter(|path| path.is_absolute())
-        .collect();
-    directories.extend(MORE_PATH.map(PathBuf::from));
+    let in_path = env::split_paths(&path).filter(|path| path.is_absolute());
+    in_path.chain(MORE_PATH.map(PathBuf::from)).collect()
+}
+
+fn find_program(directories: &[PathBuf], name: &str) -> Result<PathBuf, Error> {
     let found = directories
         .iter()
         .map(|directory| directory.join(name))
@@ -321,6 +357,8 @@ fn explain(said: &str, input: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::{fs, os::unix::fs::PermissionsExt as _};
+
     use super::*;
 
     fn here(program: &str, arguments: &'static [&'static str], input: &str) -> Result<String, Error> {
@@ -359,7 +397,9 @@ mod tests {
 
     #[test]
     fn a_missing_program_is_named_with_what_brings_it() {
-        let error = find_program("iptables-of-nobody").unwrap_err().to_string();
+        let error = find_program(&directories(), "iptables-of-nobody")
+            .unwrap_err()
+            .to_string();
         assert!(
             error.starts_with("looking for iptables-of-nobody: it is in none of /"),
             "{error}"
@@ -368,6 +408,37 @@ mod tests {
             error.contains("/usr/sbin") && error.contains("install the package iptables"),
             "{error}"
         );
+    }
+
+    #[test]
+    fn the_programs_for_ipv6_need_not_be_there() {
+        let directory = tempfile::tempdir().unwrap();
+        let program = |name: &str| {
+            let path = directory.path().join(name);
+            fs::write(&path, "#!/bin/sh\necho 'x v1.8.9 (nf_tables)'\n").unwrap();
+            fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+        };
+        let find = || Tools::find_in(&[directory.path().to_owned()], Backend::Nft);
+        assert!(find().unwrap_err().to_string().contains("iptables-nft-restore"));
+        program("iptables-nft-restore");
+        program("iptables-nft-save");
+        let tools = find().unwrap();
+        assert_eq!(tools.variant, Variant::Nft);
+        let families = |tools: &Tools| {
+            tools
+                .families()
+                .map(|programs| programs.family)
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(families(&tools), [Family::V4]);
+        assert!(tools.without_v6().is_some());
+        // One of two is as good as none.
+        program("ip6tables-nft-restore");
+        assert_eq!(families(&find().unwrap()), [Family::V4]);
+        program("ip6tables-nft-save");
+        let expected = if kernel_has_v6() { 2 } else { 1 };
+        assert_eq!(families(&find().unwrap()).len(), expected);
+        assert_eq!(find().unwrap().without_v6().is_none(), kernel_has_v6());
     }
 
     #[test]
