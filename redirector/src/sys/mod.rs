@@ -9,5 +9,6 @@ pub mod lock;
 pub mod netlink;
 pub mod netns;
 pub mod process;
+pub mod rulesets;
 pub mod seqpacket;
 pub mod socket;

@@ -9,6 +9,7 @@ use std::{
     path::PathBuf,
     process::Command,
     sync::Arc,
+    time::Duration,
 };
 
 use redirector::{
@@ -17,8 +18,9 @@ use redirector::{
 };
 use redirector_tests::{
     agent::{Agent, Options},
+    app,
     iptables::{Variant, routing},
-    mesh::Mesh,
+    mesh::{Mesh, PORT},
     node::{Family, Node},
     suite::{Case, case},
     wait,
@@ -26,6 +28,9 @@ use redirector_tests::{
 };
 
 use super::{config, talk};
+
+/// What the agent finds at most 2 s after it was changed, with time for a busy machine; without the kernel's word it takes 30 s.
+const REPAIRED: Duration = Duration::from_secs(8);
 
 pub fn cases() -> Vec<Case> {
     type Test = fn(Variant);
@@ -49,6 +54,11 @@ pub fn cases() -> Vec<Case> {
         (
             "rules_for_ipv6_that_are_refused_end_the_agent",
             rules_for_ipv6_that_are_refused_end_the_agent,
+        ),
+        ("rules_are_back_within_seconds", rules_are_back_within_seconds),
+        (
+            "programs_are_started_for_changes_only",
+            programs_are_started_for_changes_only,
         ),
     ];
     let of_variant = |variant: Variant| {
@@ -266,4 +276,67 @@ fn rules_for_ipv6_that_are_refused_end_the_agent(variant: Variant) {
         error.contains("ip6tables") && error.contains("no memory"),
         "{error}"
     );
+}
+
+fn rules_are_back_within_seconds(variant: Variant) {
+    let mesh = Mesh::hbone(variant.options());
+    let ns = &mesh.client.ns;
+    let whole = variant.ours(ns);
+    for change in [
+        "-t nat -F",
+        "-t nat -D ISTIO_OUTPUT 1",
+        "-t nat -I ISTIO_PRERT -p tcp --dport 80 -j ACCEPT",
+        // As many rules, of the same length.
+        "-t mangle -R ISTIO_PRERT 1 -m mark --mark 0x538/0xfff -j CONNMARK --set-xmark 0x111/0xfff",
+        "-t mangle -D OUTPUT -j ISTIO_OUTPUT",
+    ] {
+        for family in Family::BOTH {
+            variant.run(ns, family, "", change);
+            assert_ne!(variant.ours(ns), whole, "{change}");
+            wait::within(REPAIRED, &format!("{change} to be undone"), || {
+                (variant.ours(ns) == whole).then_some(())
+            });
+        }
+    }
+    talk(&mesh);
+}
+
+fn programs_are_started_for_changes_only(variant: Variant) {
+    let node = Node::new();
+    let (client, server) = (node.pod("client"), node.pod("server"));
+    let log = node.directory().join("runs");
+    let script = format!("echo \"$0\" >> {}", log.display());
+    let options = with_programs(&node, variant, &[("iptables-save", script)]);
+    let agent = Agent::start(&node, &Workloads::hbone([&client, &server]), options);
+    agent.enrol(&client);
+    let runs = || fs::read_to_string(&log).unwrap().lines().count();
+    let rule = "rule del priority 32764";
+    let whole = routing(&client);
+    // What comes after this was seen by a later look than what comes before.
+    let looked_at = || {
+        client.ns.ip(&[rule]).unwrap();
+        wait::within(REPAIRED, "a look", || (routing(&client) == whole).then_some(()));
+    };
+    looked_at();
+    looked_at();
+    let before = runs();
+    // The rules count packets.
+    for family in Family::BOTH {
+        let _ = app::connect(&client.ns, server.addr(family, PORT));
+    }
+    for _ in 0..3 {
+        looked_at();
+    }
+    assert_eq!(runs(), before);
+    variant.run(
+        &client.ns,
+        Family::V6,
+        "",
+        "-t nat -A OUTPUT -p tcp --dport 7 -j RETURN",
+    );
+    looked_at();
+    assert!(runs() > before, "a change of others is looked at");
+    let before = runs();
+    looked_at();
+    assert_eq!(runs(), before, "once");
 }

@@ -4,6 +4,7 @@
 //! - `rules`: the rule set as text
 //! - `run`: the programs
 //! - `write`: from the rules that are there to those that are wanted
+//! - `look`: whether a pod is still as it was left
 //! - `records`: which pods have rules, for the next agent
 //! - `removal`: from such a record to a pod without rules
 //! - [`leftovers`]: what is left of that, and its removal
@@ -11,6 +12,7 @@
 //! Rules outlive the agent. Without one, connections are redirected to ports where nobody listens, and are refused.
 
 pub mod leftovers;
+mod look;
 mod records;
 mod removal;
 mod rules;
@@ -24,13 +26,13 @@ use std::{
     os::fd::BorrowedFd,
     path::{Path, PathBuf},
     sync::{Mutex, MutexGuard, PoisonError},
-    time::{Duration, Instant},
 };
 
 use redirector_common::consts::MARK_PROXY;
 
 pub use self::run::{Backend, InvalidBackend};
 use self::{
+    look::{Look, State, Wanted},
     records::{Loaded, Record, Records},
     removal::Removal,
     rules::{Capture, Chains, MARK_TPROXY, Table},
@@ -61,10 +63,6 @@ const ROUTING: Routing = Routing {
     }],
 };
 
-/// Time between looks at the rules of a pod that is captured: a look starts two programs, some 10 ms of CPU. Routes and sysctls are
-/// looked at each time.
-const LOOK_INTERVAL: Duration = Duration::from_secs(30);
-
 /// Settings of the backend.
 #[derive(Debug, Clone)]
 pub struct Config {
@@ -82,20 +80,11 @@ pub struct Iptables {
     looked: Mutex<HashMap<PodUid, Look>>,
 }
 
-/// A look at a pod that found in place, or put there, what was wanted.
-#[derive(Debug)]
-struct Look {
-    found: Wanted,
-    at: Instant,
-}
-
-/// What a pod's capture is made from.
-#[derive(Debug, Clone, PartialEq, Eq)]
-struct Wanted {
-    netns_ino: u64,
-    rules: Rules,
-    /// Routes for IPv6 as well.
-    v6: bool,
+/// What was not in place.
+#[derive(Debug, Clone, Copy)]
+struct PutBack {
+    routes: bool,
+    rules: bool,
 }
 
 fn records_dir(state_dir: &Path) -> PathBuf {
@@ -219,7 +208,7 @@ impl Iptables {
         Ok(rewritten)
     }
 
-    /// Sees to it that everything is in place, and tells whether it was not.
+    /// Sees to it that everything is in place, and tells what was not.
     fn put_back(
         &self,
         pod: &PodNetwork,
@@ -227,10 +216,10 @@ impl Iptables {
         v6: bool,
         is_new: bool,
         look_at_rules: bool,
-    ) -> Result<bool, Error> {
+    ) -> Result<PutBack, Error> {
         let routed = self.route(pod, record, v6);
-        if is_new && routed.is_err() {
-            return routed;
+        if is_new && let Err(error) = routed {
+            return Err(error);
         }
         // Whatever is wrong with a captured pod's routes, without its rules it would be captured no more.
         let captured = if look_at_rules {
@@ -239,7 +228,7 @@ impl Iptables {
             Ok(false)
         };
         match (routed, captured) {
-            (Ok(routed), Ok(captured)) => Ok(routed || captured),
+            (Ok(routes), Ok(rules)) => Ok(PutBack { routes, rules }),
             (Ok(_), Err(error)) | (Err(error), Ok(_)) => Err(error),
             (Err(error), Err(other)) => {
                 tracing::warn!(uid = %pod.uid, error = %other, "nor can the rules be put back");
@@ -279,11 +268,10 @@ impl Redirector for Iptables {
             rules: pod.rules.clone(),
             v6: self.plan(pod)?,
         };
-        let look = self.looked().remove(&pod.uid).filter(|look| look.found == wanted);
-        let lately = look
-            .as_ref()
-            .map(|look| look.at)
-            .filter(|at| at.elapsed() < LOOK_INTERVAL);
+        let look = self.looked().remove(&pod.uid);
+        let look = look.filter(|look| look.was_for(&wanted));
+        // Before the rules are: what is changed after that is found by the next look.
+        let state = State::of(&self.tools, &pod.netns);
         let before = self.record_of(pod)?;
         let mut record = match before {
             Some(record) => record,
@@ -292,18 +280,20 @@ impl Redirector for Iptables {
         if before.is_none() {
             self.records.save(&pod.uid, &record)?;
         }
-        let look_at_rules = lately.is_none() || record.variant != Some(self.tools.variant);
-        match self.put_back(pod, &mut record, wanted.v6, before.is_none(), look_at_rules) {
-            Ok(put_back) => {
-                if put_back && look.is_some() {
+        let rules_hold = record.variant == Some(self.tools.variant)
+            && look.as_ref().is_some_and(|look| look.rules_hold(state));
+        match self.put_back(pod, &mut record, wanted.v6, before.is_none(), !rules_hold) {
+            Ok(PutBack { routes, rules }) => {
+                if (routes || rules) && look.is_some() {
                     tracing::warn!(
                         uid = %pod.uid,
                         "rules, routes or sysctls of the capture were gone or changed, and are put back"
                     );
                 }
-                let look = Look {
-                    found: wanted,
-                    at: lately.unwrap_or_else(Instant::now),
+                let look = match look {
+                    Some(look) if rules_hold => look,
+                    _ if rules => Look::written(wanted),
+                    _ => Look::in_place(wanted, state),
                 };
                 self.looked().insert(pod.uid.clone(), look);
                 Ok(())

@@ -46,7 +46,8 @@ pub(super) enum Table {
 impl Table {
     const ALL: [Self; 3] = [Self::Mangle, Self::Raw, Self::Nat];
 
-    fn name(self) -> &'static str {
+    /// As the kernel and the programs call it.
+    pub(super) fn name(self) -> &'static str {
         match self {
             Self::Mangle => "mangle",
             Self::Raw => "raw",
