@@ -137,6 +137,8 @@ mod tests {
             ("a pod below kubelet's cgroup", &[9], &[1, 5, 9, 12], false, false),
             ("no socket: from another node", &[9], &[], false, false),
             ("no socket, whatever the node does", &[9], &[], true, false),
+            ("the root of all, and the node", &[1], &[1, 5, 9], true, true),
+            ("the root of all, and a pod", &[1], &[1, 5, 9], false, false),
             ("any of the node", &[ANY_OF_NODE], &[1], true, true),
             ("any, its socket lost on the way", &[ANY_OF_NODE], &[], true, true),
             ("any, but a pod's", &[ANY_OF_NODE], &[1, 7], false, false),

@@ -66,16 +66,21 @@ impl Cgroup {
         &self.0
     }
 
-    /// The same command, in this cgroup: a shell enters it and gives way.
+    /// The same command, in this cgroup.
     pub fn command(&self, inner: &Command) -> Command {
-        let mut command = Command::new("sh");
-        command
-            .args(["-c", r#"echo $$ > "$0/cgroup.procs" && exec "$@""#])
-            .arg(&self.0)
-            .arg(inner.get_program())
-            .args(inner.get_args().map(OsStr::to_owned));
-        command
+        command_in(&self.0, inner)
     }
+}
+
+/// The same command, in the cgroup of this directory: a shell enters it and gives way.
+pub fn command_in(directory: &Path, inner: &Command) -> Command {
+    let mut command = Command::new("sh");
+    command
+        .args(["-c", r#"echo $$ > "$0/cgroup.procs" && exec "$@""#])
+        .arg(directory)
+        .arg(inner.get_program())
+        .args(inner.get_args().map(OsStr::to_owned));
+    command
 }
 
 impl Default for Cgroup {

@@ -12,7 +12,7 @@ use nix::sys::signal::Signal;
 use redirector_tests::{
     agent::{Options, binary},
     app::{self, App},
-    cgroup::{Cgroup, mount_point},
+    cgroup::{self, Cgroup, mount_point},
     counters,
     mesh::{Mesh, PORT, refused},
     netns::Namespace,
@@ -75,6 +75,10 @@ fn main() -> ExitCode {
         cases.push(case(
             "kubelet_is_found_and_found_again",
             kubelet_is_found_and_found_again,
+        ));
+        cases.push(case(
+            "a_kubelet_in_the_root_is_as_good_as_none",
+            a_kubelet_in_the_root_is_as_good_as_none,
         ));
         cases.push(case("a_cgroup_may_come_later", a_cgroup_may_come_later));
     }
@@ -487,13 +491,21 @@ fn probes_outlive_the_agent(family: Family, options: Options) {
 
 /// A program in a cgroup that has kubelet's name.
 fn kubelet(node: &Node, cgroup: &Cgroup) -> Process {
+    Process::start(
+        &mut cgroup.command(&named_kubelet(node)),
+        &node.directory().join("kubelet.out"),
+    )
+    .unwrap()
+}
+
+fn named_kubelet(node: &Node) -> Command {
     let named = node.directory().join("kubelet");
     if !named.exists() {
         std::os::unix::fs::symlink("/bin/sleep", &named).unwrap();
     }
     let mut sleep = command(&node.host.ns, &named);
     sleep.arg("300");
-    Process::start(&mut cgroup.command(&sleep), &node.directory().join("kubelet.out")).unwrap()
+    sleep
 }
 
 fn status(mesh: &Mesh) -> String {
@@ -548,6 +560,41 @@ fn kubelet_is_found_and_found_again() {
         ))))
     };
     assert_eq!(probed.seen(again), ONE_PROBE);
+}
+
+/// Where the root of all cgroups is a kubelet's, it is everybody's, and that is said.
+fn a_kubelet_in_the_root_is_as_good_as_none() {
+    let probed = Probed::start(Family::V4, Options::default(), |_| "auto".to_owned());
+    let mesh = &probed.mesh;
+    let root = mount_point().expect("there is one: the pods' cgroups were made in it");
+    let in_root = cgroup::command_in(&root, &named_kubelet(&mesh.node));
+    let in_root = Process::start(&mut { in_root }, &mesh.node.directory().join("root.out")).unwrap();
+    let why = format!(
+        "kubelet (process {}) is in the root of all cgroups",
+        in_root.pid()
+    );
+    rule_is(mesh, &format!("any process of the node ({why}"));
+    let log = mesh.agent.log();
+    assert!(
+        log.lines()
+            .any(|line| line.contains("\twarn\t") && line.contains(&why)),
+        "{log}"
+    );
+    let probe = |from: &Namespace| drop(run(&mut curl(from, probed.addr(), &[])));
+    assert_eq!(probed.seen(|| probe(&probed.node().ns)), ONE_PROBE);
+    // Its processes are in that cgroup as well.
+    assert_eq!(probed.seen(|| probe(&mesh.stranger.ns)), ONE_CAPTURED);
+
+    // One that can be told from others is enough, and the other one is not forgotten.
+    let _told = kubelet(&mesh.node, &probed.cgroup);
+    let told = probed.cgroup.path().display();
+    rule_is(
+        mesh,
+        &format!("{told} (kubelet's, found by its process; but {why}"),
+    );
+    assert_eq!(probed.seen(|| probe(&probed.node().ns)), ONE_CAPTURED);
+    in_root.signal(Signal::SIGKILL);
+    rule_is(mesh, &format!("{told} (kubelet's, found by its process)"));
 }
 
 fn a_cgroup_may_come_later() {

@@ -18,7 +18,7 @@ pub(in crate::redirect) use search::Search;
 /// Whose connections from this node to an enrolled pod are left alone.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum Sources {
-    /// Those of kubelet's cgroup; of any process of the node as long as no kubelet has been found.
+    /// Those of kubelet's cgroup; of any process of the node as long as no kubelet has been found that can be told from others.
     Auto,
     /// Those of any process in the node's network namespace.
     Node,

@@ -110,6 +110,11 @@ pub fn id(directory: &Path) -> io::Result<u64> {
     Ok(metadata.ino())
 }
 
+/// Whether the cgroup that a directory is is the root of all, whatever is mounted where: every other has a type.
+pub fn is_root(directory: &Path) -> bool {
+    !directory.join("cgroup.type").exists()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

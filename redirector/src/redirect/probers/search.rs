@@ -58,6 +58,8 @@ pub(in crate::redirect) struct Search {
     hierarchy: Option<Hierarchy>,
     known: Vec<Prober>,
     reason: String,
+    /// Why a kubelet that there is can't be told from others.
+    untold: Option<String>,
     /// Looks until the next search, as long as there was nothing to find.
     rest: u32,
 }
@@ -71,6 +73,7 @@ impl Search {
             node,
             known: Vec::new(),
             reason: String::new(),
+            untold: None,
             rest: 0,
         })
     }
@@ -115,7 +118,12 @@ impl Search {
             (Sources::Auto, Some(hierarchy)) => {
                 self.look_for_kubelet(&hierarchy);
                 if self.reason.is_empty() {
-                    return (any, view(Rule::Node, "no kubelet has been found"));
+                    let reason = self.untold.as_deref().unwrap_or("no kubelet has been found");
+                    let view = View {
+                        as_asked: self.untold.is_none(),
+                        ..view(Rule::Node, reason)
+                    };
+                    return (any, view);
                 }
             }
         }
@@ -124,10 +132,12 @@ impl Search {
             Sources::Cgroups(paths) => paths.len(),
             _ => 1,
         };
+        let untold = self.untold.iter().map(|why| format!("; but {why}"));
+        let reason = self.reason.clone() + &untold.collect::<String>();
         let view = View {
             cgroups,
-            as_asked: self.known.len() >= wanted,
-            ..view(Rule::Cgroups, &self.reason)
+            as_asked: self.known.len() >= wanted && self.untold.is_none(),
+            ..view(Rule::Cgroups, &reason)
         };
         (self.known.iter().map(|prober| prober.id).collect(), view)
     }
@@ -135,29 +145,21 @@ impl Search {
     /// Leaves the reason empty if there has never been one. Once there was, the rule stays as narrow as it is.
     fn look_for_kubelet(&mut self, hierarchy: &Hierarchy) {
         let same = |prober: &Prober| match prober.pid {
-            Some(pid) => self.of_kubelet(hierarchy, pid).as_ref() == Some(prober),
+            Some(pid) => matches!(self.of_kubelet(hierarchy, pid), Some(Ok(found)) if found == *prober),
             None => cgroups::id(&prober.directory).is_ok_and(|id| id == prober.id),
         };
-        if !self.known.is_empty() && self.known.iter().all(same) {
+        let settled = !self.known.is_empty() && self.known.iter().all(same);
+        if settled && self.untold.is_none() {
             return;
         }
         if self.rest > 0 {
             self.rest -= 1;
             return;
         }
-        let mut found: Vec<Prober> = Vec::new();
-        for pid in processes() {
-            if found.len() < Sources::MAX_CGROUPS
-                && let Some(prober) = self.of_kubelet(hierarchy, pid)
-                && !found.iter().any(|other| other.id == prober.id)
-            {
-                found.push(prober);
-            }
-        }
-        let mut reason = "kubelet's, found by its process";
-        if found.is_empty() {
-            reason = "kubelet's, found by its unit";
-            found.extend(UNITS.iter().find_map(|unit| {
+        let kubelets = processes().filter_map(|pid| self.of_kubelet(hierarchy, pid));
+        let kubelets = kubelets.collect();
+        self.take(kubelets, || {
+            UNITS.iter().find_map(|unit| {
                 let directory = hierarchy.resolve(Path::new(unit));
                 let id = cgroups::id(&directory).ok()?;
                 Some(Prober {
@@ -165,21 +167,41 @@ impl Search {
                     directory,
                     id,
                 })
-            }));
+            })
+        });
+    }
+
+    /// Takes over what a search has found: kubelets, or why one can't be told from others; without any, a unit.
+    fn take(&mut self, kubelets: Vec<Result<Prober, String>>, unit: impl FnOnce() -> Option<Prober>) {
+        let mut found: Vec<Prober> = Vec::new();
+        self.untold = None;
+        for kubelet in kubelets {
+            match kubelet {
+                Ok(prober) if found.iter().any(|other| other.id == prober.id) => {}
+                Ok(prober) if found.len() < Sources::MAX_CGROUPS => found.push(prober),
+                Ok(_) => {}
+                Err(why) => self.untold = Some(why),
+            }
+        }
+        let mut reason = "kubelet's, found by its process";
+        if found.is_empty() {
+            reason = "kubelet's, found by its unit";
+            found.extend(unit());
         }
         if !found.is_empty() {
             self.reason = reason.to_owned();
-        } else if self.reason.is_empty() {
-            self.rest = LOOKS_WITHOUT_SEARCH;
-        } else {
+        } else if !self.reason.is_empty() {
             self.reason = "kubelet's, which is gone; it is looked for".to_owned();
+        }
+        if self.untold.is_some() || self.reason.is_empty() {
+            self.rest = LOOKS_WITHOUT_SEARCH;
         }
         self.known = found;
     }
 
-    /// The cgroup of a process that is a kubelet. Its name is its own word, so it must be root's as well, and in the node's
-    /// namespaces: a pod on the node's network has processes of its own.
-    fn of_kubelet(&self, hierarchy: &Hierarchy, pid: u32) -> Option<Prober> {
+    /// The cgroup of a process, if it is a kubelet, or why that does not tell it from others. Its name is its own word, so it must be
+    /// root's as well, and in the node's namespaces: a pod on the node's network has processes of its own.
+    fn of_kubelet(&self, hierarchy: &Hierarchy, pid: u32) -> Option<Result<Prober, String>> {
         let process = PathBuf::from(format!("/proc/{pid}"));
         let comm = fs::read_to_string(process.join("comm")).ok()?;
         if !KUBELETS.contains(&comm.trim_end()) {
@@ -191,16 +213,24 @@ impl Search {
         if !of_node {
             return None;
         }
-        let (_, directory) = hierarchy
+        let found = hierarchy
             .of_process(pid)
-            .inspect_err(|error| tracing::debug!(pid, %error, "the cgroup of a kubelet can't be read"))
-            .ok()?;
-        let id = cgroups::id(&directory).ok()?;
-        Some(Prober {
-            pid: Some(pid),
-            directory,
-            id,
-        })
+            .and_then(|(_, directory)| Ok((cgroups::id(&directory)?, directory)));
+        match found {
+            Ok((_, directory)) if cgroups::is_root(&directory) => Some(Err(format!(
+                "kubelet (process {pid}) is in the root of all cgroups, where all processes are"
+            ))),
+            Ok((id, directory)) => Some(Ok(Prober {
+                pid: Some(pid),
+                directory,
+                id,
+            })),
+            // It has ended meanwhile.
+            Err(_) if !process.exists() => None,
+            Err(error) => Some(Err(format!(
+                "the cgroup of kubelet (process {pid}) can't be told: {error}"
+            ))),
+        }
     }
 }
 
@@ -258,6 +288,58 @@ mod tests {
             let (ids, view) = search(sources, None).look();
             assert_eq!(view.rule, rule);
             assert_eq!(ids.contains(&ANY_OF_NODE), any);
+        }
+    }
+
+    #[test]
+    fn a_kubelet_that_cannot_be_told_from_others_is_told_of() {
+        let Some(hierarchy) = Hierarchy::find().unwrap() else {
+            return;
+        };
+        let mut search = search(Sources::Auto, Some(hierarchy));
+        let kubelet = |id| Prober {
+            pid: Some(7),
+            directory: "/a/kubelet".into(),
+            id,
+        };
+        let untold = || Err("its cgroup can't be told".to_owned());
+        let (any, one) = (BTreeSet::from([ANY_OF_NODE]), BTreeSet::from([5]));
+        let node = "those of any process of the node (";
+        for (found, ids, said, as_asked) in [
+            (vec![], any.clone(), format!("{node}no kubelet has been found)"), true),
+            (
+                vec![untold()],
+                any,
+                format!("{node}its cgroup can't be told)"),
+                false,
+            ),
+            (
+                vec![Ok(kubelet(5)), Ok(kubelet(5))],
+                one.clone(),
+                "those of /a/kubelet (kubelet's, found by its process)".to_owned(),
+                true,
+            ),
+            (
+                vec![untold(), Ok(kubelet(5))],
+                one,
+                "those of /a/kubelet (kubelet's, found by its process; but its cgroup can't be told)".to_owned(),
+                false,
+            ),
+            // Once there was one, nobody else gets its right.
+            (
+                vec![untold()],
+                BTreeSet::new(),
+                "those of no cgroup at present (kubelet's, which is gone; it is looked for; but its cgroup can't be told)"
+                    .to_owned(),
+                false,
+            ),
+        ] {
+            search.take(found, || None);
+            // So that the next look does not search.
+            search.rest = 1;
+            let (set, view) = search.look();
+            assert_eq!(view.to_string(), said);
+            assert_eq!((set, view.as_asked), (ids, as_asked), "{said}");
         }
     }
 
