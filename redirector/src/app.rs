@@ -4,6 +4,8 @@
 //! touches no pod of the first, and served last, when the pods of an earlier agent are back. Stop: not ready, no new events,
 //! proxies drain, the rest.
 
+mod upkeep;
+
 use std::{
     fs, io,
     net::{Ipv4Addr, SocketAddr},
@@ -23,6 +25,7 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info, warn};
 
+use self::upkeep::Upkeep;
 use crate::{
     admin::{Admin, Endpoint},
     config::{Config, MeshSource, PodSource, values::Redirect},
@@ -47,7 +50,7 @@ use crate::{
         status, zds,
     },
     proxy::{self, Shared},
-    redirect::{self, Redirector, ebpf, iptables, moved::Moved, none::NoRedirect, probers::View},
+    redirect::{self, Redirector, ebpf, iptables, moved::Moved, none::NoRedirect},
     sys::{
         lock::{DirectoryLock, LockError},
         process, socket,
@@ -192,9 +195,7 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
             .map_err(|_| Error::Ended)??
     };
 
-    let (probers_sender, probers) = watch::channel(None);
-    // Before the first pod, so that none has to do without its probes.
-    let failure = look_for_probers(&redirector, &probers_sender, None).await;
+    let (upkeep, probers) = Upkeep::begin(Arc::clone(&redirector)).await;
 
     let mut registry = metrics::registry();
     redirect::metrics::register(&mut registry, Arc::clone(&redirector));
@@ -220,12 +221,7 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
         rules: start_rules(&config, &mut tasks, &serving)?,
     };
     let backend = redirector.name();
-    tasks.spawn(follow_probers(
-        Arc::clone(&redirector),
-        probers_sender,
-        failure,
-        serving.clone(),
-    ));
+    tasks.spawn(upkeep.run(serving.clone()));
     let (lifecycle, pods) = Lifecycle::new(launch, redirector, records.clone(), settings, pod_metrics);
 
     let (quit, stopping) = (CancellationToken::new(), CancellationToken::new());
@@ -379,56 +375,6 @@ async fn release_memory(stop: CancellationToken) {
     while timeout(INTERVAL, stop.cancelled()).await.is_err() {
         // It holds up whoever allocates at that moment, for some milliseconds per gigabyte.
         let _ = tokio::task::spawn_blocking(process::release_memory).await;
-    }
-}
-
-/// Looks who probes the pods, and says so when that has changed. Returns why it failed, and tells that too unless it failed so `before`.
-async fn look_for_probers(
-    redirector: &Arc<dyn Redirector>,
-    view: &watch::Sender<Option<View>>,
-    before: Option<String>,
-) -> Option<String> {
-    let looking = Arc::clone(redirector);
-    let found = match tokio::task::spawn_blocking(move || looking.look_for_probers()).await {
-        Ok(Ok(found)) => Ok(found),
-        Ok(Err(error)) => Err(Chain(&error).to_string()),
-        Err(error) => Err(error.to_string()),
-    };
-    let found = match found {
-        Ok(found) => found,
-        Err(failure) => {
-            if before.as_ref() != Some(&failure) {
-                error!(error = failure, "cannot look for the node's probers");
-            }
-            return Some(failure);
-        }
-    };
-    view.send_if_modified(|told| {
-        let changed = *told != found;
-        if changed && let Some(found) = &found {
-            let (rule, cgroups) = (found.rule, &found.cgroups);
-            let reason = found.reason.as_str();
-            if found.as_asked {
-                info!(?rule, ?cgroups, reason, "probes of the node's");
-            } else {
-                warn!(?rule, ?cgroups, reason, "probes of the node's");
-            }
-        }
-        *told = found;
-        changed
-    });
-    None
-}
-
-/// Looks again every few seconds: a kubelet that is restarted may have another cgroup.
-async fn follow_probers(
-    redirector: Arc<dyn Redirector>,
-    view: watch::Sender<Option<View>>,
-    mut failure: Option<String>,
-    stop: CancellationToken,
-) {
-    while timeout(CHECK_INTERVAL, stop.cancelled()).await.is_err() {
-        failure = look_for_probers(&redirector, &view, failure).await;
     }
 }
 

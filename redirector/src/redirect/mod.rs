@@ -12,6 +12,7 @@ pub mod overrides;
 pub mod probers;
 mod routes;
 pub mod rules;
+mod sysctls;
 
 use std::{
     io,
@@ -104,6 +105,12 @@ pub trait Redirector: Send + Sync {
     /// tell. Blocking; to be called before the first pod is attached, and then every few seconds.
     fn look_for_probers(&self) -> Result<Option<probers::View>, Error> {
         Ok(None)
+    }
+
+    /// Does ahead what the next pods would have to wait for. Blocking; to be called before the first pod is attached, and then every
+    /// few seconds.
+    fn make_ready(&self) -> Result<(), Error> {
+        Ok(())
     }
 
     /// Tells a socket of the proxy's own, before it connects or listens, from the applications'.

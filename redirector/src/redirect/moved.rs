@@ -102,6 +102,10 @@ impl Redirector for Moved {
         self.now.look_for_probers()
     }
 
+    fn make_ready(&self) -> Result<(), Error> {
+        self.now.make_ready()
+    }
+
     fn own_socket(&self, socket: BorrowedFd<'_>) -> io::Result<()> {
         self.now.own_socket(socket)
     }

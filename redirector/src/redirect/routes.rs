@@ -1,10 +1,10 @@
-//! Policy routes and sysctls in a pod's namespace, without which marked packets are not delivered to the pod itself.
+//! Policy routes in a pod's namespace, without which marked packets are not delivered to the pod itself.
 //!
 //! Per pod and family: a rule for each mark to a table, and in that table `local default dev lo`. Each backend says which, in
 //! a [`Routing`]. Everything here runs in the pod's namespace, blocking.
 
 use std::{
-    fs, io,
+    io,
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
 };
 
@@ -19,7 +19,7 @@ use rtnetlink::{
     },
 };
 
-use super::Error;
+use super::{Error, sysctls::Sysctl};
 use crate::sys::netlink::Netlink;
 
 /// The routes and sysctls that a backend wants in a pod.
@@ -37,27 +37,6 @@ pub(super) struct Routing {
     pub(super) sysctls: &'static [Sysctl],
 }
 
-/// A switch below /proc/sys.
-#[derive(Debug)]
-pub(super) struct Sysctl {
-    /// Its path there.
-    pub(super) name: &'static str,
-    /// The value that is wanted; what it was before is the other one.
-    pub(super) wanted: bool,
-    /// Needed for IPv6 only.
-    pub(super) v6: bool,
-}
-
-impl Sysctl {
-    fn path(&self) -> String {
-        format!("/proc/sys/{}", self.name)
-    }
-}
-
-fn digit(value: bool) -> &'static str {
-    if value { "1" } else { "0" }
-}
-
 /// lo's, in every namespace.
 const LOOPBACK_IFINDEX: u32 = 1;
 
@@ -65,37 +44,12 @@ const LOOPBACK_IFINDEX: u32 = 1;
 const MAX_INTERFACE_RULES: usize = 1024;
 
 impl Routing {
-    /// Sets the sysctls; those of IPv6 as well if the pod has IPv6 addresses. Returns which ones it changed.
-    pub(super) fn set_sysctls(&self, v6: bool) -> Result<u32, Error> {
-        let mut changed = 0;
-        for (bit, sysctl) in self.sysctls.iter().enumerate() {
-            if sysctl.v6 && !v6 {
-                continue;
-            }
-            let path = sysctl.path();
-            let failed = |operation: &str, error: io::Error| Error::new(format!("{operation} {path}"), error);
-            let current = fs::read_to_string(&path).map_err(|error| failed("reading", error))?;
-            if current.trim() != digit(sysctl.wanted) {
-                if let Err(error) = fs::write(&path, digit(sysctl.wanted)) {
-                    self.restore_sysctls(changed);
-                    return Err(failed("writing", error));
-                }
-                changed |= 1 << bit;
-            }
-        }
-        Ok(changed)
-    }
-
-    /// Whether all that is wanted is in place, the rules of the `interfaces` too; cheap, for looks that mostly find it so.
+    /// Whether rules and routes are in place, the rules of the `interfaces` too; cheap, for looks that mostly find it so.
     pub(super) fn in_place(&self, netlink: &mut Netlink, v6: bool, interfaces: &[String]) -> bool {
-        let set = |sysctl: &Sysctl| {
-            fs::read_to_string(sysctl.path()).is_ok_and(|value| value.trim() == digit(sysctl.wanted))
-        };
-        self.sysctls.iter().filter(|sysctl| v6 || !sysctl.v6).all(set)
-            && families(v6).all(|family| {
-                self.marks.iter().all(|mark| delivered(netlink, family, *mark))
-                    && self.has_interface_rules(netlink, family, interfaces)
-            })
+        families(v6).all(|family| {
+            self.marks.iter().all(|mark| delivered(netlink, family, *mark))
+                && self.has_interface_rules(netlink, family, interfaces)
+        })
     }
 
     /// Whether there is a rule for what arrives by each of the interfaces. What the kernel would do with such a packet can't be asked,
@@ -125,21 +79,6 @@ impl Routing {
                 && attributes.all(|attribute| found.attributes.contains(attribute))
         };
         wanted.all(|wanted| found.iter().any(|found| is(&wanted, found)))
-    }
-
-    /// Puts back what [`Self::set_sysctls`] changed.
-    pub(super) fn restore_sysctls(&self, changed: u32) -> Vec<Error> {
-        let mut errors = Vec::new();
-        for (bit, sysctl) in self.sysctls.iter().enumerate() {
-            if changed & (1 << bit) == 0 {
-                continue;
-            }
-            let path = sysctl.path();
-            if let Err(error) = fs::write(&path, digit(!sysctl.wanted)) {
-                errors.push(Error::new(format!("writing {path}"), error));
-            }
-        }
-        errors
     }
 
     /// Sees to it that packets with the marks go to lo: adds rules and routes where they are not delivered so. Returns how

@@ -4,7 +4,7 @@ use std::{fs, io, os::fd::AsFd as _};
 
 use redirector_common::maps::{
     FACT_ADDED_CLSACT, FACT_CLSACT, FACT_DNS_CAPTURE, FLAG_BYPASS_INBOUND, FLAG_DNS_CAPTURE,
-    FLAG_LOOKUP_HAS_IFINDEX, Facts, MAX_PODS, MAX_REROUTED, PodEntry,
+    FLAG_LOOKUP_HAS_IFINDEX, Facts, MAX_REROUTED, PodEntry,
 };
 
 use super::{
@@ -18,6 +18,7 @@ use super::{
     plan::Plan,
     report,
     routes::ROUTING,
+    spares::Spare,
     store::Last,
 };
 use crate::{
@@ -25,6 +26,15 @@ use crate::{
     redirect::{Error, Listeners, PodNetwork},
     sys::{netlink::Netlink, netns::Netns},
 };
+
+/// What an instance is to serve.
+#[derive(Clone, Copy)]
+struct Wanted<'a> {
+    pod: &'a PodNetwork,
+    place: Place,
+    plan: &'a Plan,
+    listeners: Listeners<'a>,
+}
 
 impl Ebpf {
     /// Sees to it that there is one whole instance of a pod: takes over what is there, or makes another in its place.
@@ -35,21 +45,28 @@ impl Ebpf {
         listeners: Listeners<'_>,
     ) -> Result<(Instance, Programs), Error> {
         let place = Place::of(&pod.netns)?;
+        let wanted = Wanted {
+            pod,
+            place,
+            plan,
+            listeners,
+        };
         let earlier = self.instances_of(&pod.uid)?;
         if let [found] = earlier.as_slice()
-            && let Some(programs) = self.adopt(pod, place, plan, listeners, found)?
+            && let Some(programs) = self.adopt(wanted, found)?
         {
             return Ok((found.0.clone(), programs));
         }
         let is_here = |(_, facts): &Found| facts.is_none_or(|facts| facts::place(&facts) == place);
         let (here, elsewhere): (Vec<_>, Vec<_>) = earlier.into_iter().partition(is_here);
         let before = facts::together(here.iter().map(|(_, facts)| *facts));
+        let Spare { slot, programs } = self.programs_for(&pod.uid)?;
         let instance = Instance {
             build: self.build.clone(),
-            slot: self.allocate(&pod.uid)?,
+            slot,
             uid: pod.uid.clone(),
         };
-        match self.install(pod, place, plan, listeners, &instance, before.as_ref()) {
+        match self.install(wanted, &instance, programs, before.as_ref()) {
             Ok((programs, dns)) => {
                 report(self.remove_replaced(pod, plan, &here, &elsewhere));
                 dns?;
@@ -72,14 +89,13 @@ impl Ebpf {
 
     /// Takes over an instance of the pod's if it is of this build and in place, and tells its programs; `None` means that it is not
     /// to be taken over.
-    fn adopt(
-        &self,
-        pod: &PodNetwork,
-        place: Place,
-        plan: &Plan,
-        listeners: Listeners<'_>,
-        (instance, facts): &Found,
-    ) -> Result<Option<Programs>, Error> {
+    fn adopt(&self, wanted: Wanted<'_>, (instance, facts): &Found) -> Result<Option<Programs>, Error> {
+        let Wanted {
+            pod,
+            place,
+            plan,
+            listeners,
+        } = wanted;
         if instance.build != self.build {
             tracing::info!(uid = %pod.uid, "replacing an instance of another build");
             return Ok(None);
@@ -141,17 +157,21 @@ impl Ebpf {
         Ok(Some(programs))
     }
 
-    /// Makes a new instance; `before` is what is known of those that it replaces in the same namespace. A pod that is captured already
-    /// is made whole even if its DNS can't be: that is told beside.
+    /// Makes a new instance of the programs `ebpf`; `before` is what is known of those that it replaces in the same namespace. A pod
+    /// that is captured already is made whole even if its DNS can't be: that is told beside.
     fn install(
         &self,
-        pod: &PodNetwork,
-        place: Place,
-        plan: &Plan,
-        listeners: Listeners<'_>,
+        wanted: Wanted<'_>,
         instance: &Instance,
+        mut ebpf: aya::Ebpf,
         before: Option<&Facts>,
     ) -> Result<(Programs, Result<(), Error>), Error> {
+        let Wanted {
+            pod,
+            place,
+            plan,
+            listeners,
+        } = wanted;
         let directory = instance.directory();
         let mut facts = self.facts(pod, place);
         if let Some(before) = before {
@@ -167,8 +187,6 @@ impl Ebpf {
         facts.flags &= !flag(without_dns, FACT_DNS_CAPTURE);
         // Known from the first moment that something is to be found.
         self.store().set_facts(instance.slot, facts)?;
-        let mut ebpf = self.object.load(instance.slot)?;
-        self.object.load_own(&mut ebpf)?;
         fs::create_dir(&directory)
             .map_err(|error| Error::new(format!("making {}", directory.display()), error))?;
         for name in [object::EGRESS, object::INGRESS] {
@@ -229,25 +247,6 @@ impl Ebpf {
             .ok()
             .flatten()
             .filter(|programs| programs.look_up_in(&pod.netns))
-    }
-
-    /// A slot for a new instance. Waits where all that are free have just become so.
-    fn allocate(&self, uid: &PodUid) -> Result<u32, Error> {
-        /// Another pod may be faster.
-        const ATTEMPTS: usize = 3;
-        for _ in 0..ATTEMPTS {
-            let taken = self.store().allocate(uid);
-            match taken? {
-                Ok(slot) => return Ok(slot),
-                Err(resting) => std::thread::sleep(resting),
-            }
-        }
-        Err(Error::new(
-            "enrolling one more pod",
-            format!(
-                "nearly all of the {MAX_PODS} pods that a node may have are there, or are just being released: try again"
-            ),
-        ))
     }
 
     /// What there is for a pod, of all builds: what is pinned, and what has lost its pins.

@@ -7,7 +7,7 @@ use super::{
     routes::ROUTING,
 };
 use crate::{
-    redirect::{Error, Listeners, PodNetwork},
+    redirect::{Error, Listeners, PodNetwork, sysctls::OpenSysctls},
     sys::{
         interfaces::{Interface, interfaces},
         netlink::Netlink,
@@ -33,6 +33,8 @@ pub(super) struct Known {
     pub(super) listening: [u64; 3],
     /// What is attached.
     pub(super) programs: Programs,
+    /// Its sysctls.
+    pub(super) sysctls: OpenSysctls,
 }
 
 impl Known {
@@ -48,6 +50,7 @@ impl Known {
         if (netns.id(), addresses, rules) != (pod.netns.id(), &pod.addresses, &pod.rules)
             || self.listening != listening
             || !self.directory.exists()
+            || !self.sysctls.are_set()
             || !self.programs.look_up_in(netns)
         {
             return false;

@@ -2,6 +2,7 @@
 //! share. All are pinned, so that they outlive the agent and are adopted by the next.
 //!
 //! - `object`: the embedded object and its loading; `shared`: what all pods have of it
+//! - `spares`: programs for pods that are still to come
 //! - `store`: the maps, and the pods' slots in them; `slots`: which are free
 //! - `trie`: rules as the programs look them up; `generations`: their change
 //! - `dns`: the DNS listeners of a pod, of whatever process
@@ -35,6 +36,7 @@ mod reroute;
 mod routes;
 mod shared;
 mod slots;
+mod spares;
 mod store;
 pub mod trace;
 mod trie;
@@ -60,7 +62,9 @@ use self::{
     object::Object,
     pins::{Build, Pins},
     plan::Plan,
+    routes::ROUTING,
     shared::Shared,
+    spares::Spares,
     store::Store,
 };
 use super::{
@@ -106,6 +110,7 @@ pub struct Ebpf {
     tc_mode: TcMode,
     tags: Mutex<TagMap>,
     store: Mutex<Store>,
+    spares: Spares,
     /// The pods that were attached and not yet detached; their namespaces are held open by the pods' owner as long.
     known: Mutex<HashMap<PodUid, Arc<Known>>>,
     probers: Mutex<Probers>,
@@ -174,6 +179,7 @@ impl Ebpf {
             tc_mode,
             tags: Mutex::new(tags),
             store: Mutex::new(store),
+            spares: Spares::default(),
             known: Mutex::default(),
             probers: Mutex::new(probers),
             node: (config.probes != Sources::None).then_some(node),
@@ -223,6 +229,7 @@ impl Redirector for Ebpf {
                 .map_err(|error| Error::new("tagging a listener", error))?;
         }
         let (instance, programs) = self.attach_anew(pod, &plan, listeners)?;
+        let sysctls = in_netns(&pod.netns, || ROUTING.open_sysctls(plan.v6))?;
         let known = Known {
             pod: pod.clone(),
             directory: instance.directory(),
@@ -232,6 +239,7 @@ impl Redirector for Ebpf {
             v6: plan.v6,
             listening,
             programs,
+            sysctls,
         };
         self.known().insert(pod.uid.clone(), Arc::new(known));
         Ok(())
@@ -294,6 +302,10 @@ impl Redirector for Ebpf {
         let set = probers.map.set(&cgroups);
         set.map_err(|error| Error::new("writing the set of probers", error))?;
         Ok(Some(view))
+    }
+
+    fn make_ready(&self) -> Result<(), Error> {
+        self.fill_spares()
     }
 
     fn own_socket(&self, socket: BorrowedFd<'_>) -> io::Result<()> {

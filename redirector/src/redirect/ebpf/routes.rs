@@ -3,9 +3,9 @@
 
 use redirector_common::consts::{MARK_APP, MARK_LOOP, MARK_REROUTED, ROUTE_TABLE, RULE_PRIORITY};
 
-use crate::redirect::routes::{Routing, Sysctl};
+use crate::redirect::{routes::Routing, sysctls::Sysctl};
 
-/// The bits of `PodEntry::changed_sysctls` are those of the sysctls here, in this order.
+/// The bits of `Facts::changed_sysctls` are those of the sysctls here, in this order.
 pub(super) const ROUTING: Routing = Routing {
     table: ROUTE_TABLE,
     priority: RULE_PRIORITY,

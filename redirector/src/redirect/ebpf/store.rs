@@ -143,25 +143,35 @@ impl Store {
     }
 
     /// A slot for a new instance, or how long it takes until one can be had.
-    pub(super) fn allocate(&mut self, owner: &PodUid) -> Result<Result<u32, Duration>, Error> {
-        let slot = match self.free.take(Instant::now()) {
-            Ok(slot) => slot,
-            Err(Unavailable::Resting(time)) => return Ok(Err(time)),
-            Err(Unavailable::Full) => {
-                return Err(Error::new(
-                    "enrolling one more pod",
-                    format!("a node may have {MAX_PODS} enrolled pods, and has them: release some"),
-                ));
-            }
-        };
-        // From here on it is the owner's, and is freed with what else is made for it.
+    pub(super) fn take(&mut self) -> Result<Result<u32, Duration>, Error> {
+        match self.free.take(Instant::now()) {
+            Ok(slot) => Ok(Ok(slot)),
+            Err(Unavailable::Resting(time)) => Ok(Err(time)),
+            Err(Unavailable::Full) => Err(Error::new(
+                "enrolling one more pod",
+                format!("a node may have {MAX_PODS} enrolled pods, and has them: release some"),
+            )),
+        }
+    }
+
+    /// A slot for an instance that is not needed yet, if one can be had.
+    pub(super) fn take_for_later(&mut self) -> Option<u32> {
+        self.free.take(Instant::now()).ok()
+    }
+
+    /// Takes back a slot that was taken and given to nobody.
+    pub(super) fn take_back(&mut self, slot: u32) {
+        self.free.add_unused(slot);
+    }
+
+    /// Gives a slot that was taken to a pod. From here on it is the pod's, and is freed with what else is made for it.
+    pub(super) fn give(&mut self, slot: u32, owner: &PodUid) -> Result<(), Error> {
         self.slots.insert(slot, Held::by(owner.clone()));
         let cleared = self
             .counters
             .clear(slot)
             .and_then(|()| self.traced.set(slot, false));
-        cleared.map_err(|error| Error::new("clearing what the slot's last pod had", error))?;
-        Ok(Ok(slot))
+        cleared.map_err(|error| Error::new("clearing what the slot's last pod had", error))
     }
 
     /// Empties a slot. Goes on after a failure and reports every one.

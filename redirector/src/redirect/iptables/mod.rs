@@ -40,9 +40,7 @@ use self::{
     write::Writer,
 };
 use super::{
-    Count, Error, Listeners, Marks, PodNetwork, Redirector,
-    routes::{Routing, Sysctl},
-    rules::Rules,
+    Count, Error, Listeners, Marks, PodNetwork, Redirector, routes::Routing, rules::Rules, sysctls::Sysctl,
 };
 use crate::{
     mesh::pod::PodUid,

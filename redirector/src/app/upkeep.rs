@@ -1,0 +1,98 @@
+//! What the backend does beside the pods' events, before the first pod and then again and again: it looks who probes the pods, and
+//! makes ready for pods that are still to come.
+
+use std::sync::Arc;
+
+use tokio::{sync::watch, task::spawn_blocking, time::timeout};
+use tokio_util::sync::CancellationToken;
+use tracing::{error, info, warn};
+
+use super::CHECK_INTERVAL;
+use crate::{
+    redirect::{Error, Redirector, probers::View},
+    telemetry::Chain,
+};
+
+pub(super) struct Upkeep {
+    redirector: Arc<dyn Redirector>,
+    probers: watch::Sender<Option<View>>,
+    looking: Step,
+    making_ready: Step,
+}
+
+/// A step, and how it failed last. It is told again only when it fails otherwise.
+struct Step {
+    what: &'static str,
+    failure: Option<String>,
+}
+
+impl Upkeep {
+    /// Does all of it once, so that no pod has to do without. Also returns where it shows who probes.
+    pub(super) async fn begin(redirector: Arc<dyn Redirector>) -> (Self, watch::Receiver<Option<View>>) {
+        let step = |what| Step { what, failure: None };
+        let (probers, view) = watch::channel(None);
+        let mut upkeep = Self {
+            redirector,
+            probers,
+            looking: step("look for the node's probers"),
+            making_ready: step("make ready for the next pods"),
+        };
+        upkeep.once().await;
+        (upkeep, view)
+    }
+
+    /// Goes on until it is told to stop. A kubelet that is restarted may have another cgroup.
+    pub(super) async fn run(mut self, stop: CancellationToken) {
+        while timeout(CHECK_INTERVAL, stop.cancelled()).await.is_err() {
+            self.once().await;
+        }
+    }
+
+    async fn once(&mut self) {
+        let redirector = Arc::clone(&self.redirector);
+        if let Some(found) = self.looking.take(move || redirector.look_for_probers()).await {
+            show(&self.probers, found);
+        }
+        let redirector = Arc::clone(&self.redirector);
+        self.making_ready.take(move || redirector.make_ready()).await;
+    }
+}
+
+impl Step {
+    async fn take<T: Send + 'static>(
+        &mut self,
+        work: impl FnOnce() -> Result<T, Error> + Send + 'static,
+    ) -> Option<T> {
+        let failure = match spawn_blocking(work).await {
+            Ok(Ok(done)) => {
+                self.failure = None;
+                return Some(done);
+            }
+            Ok(Err(error)) => Chain(&error).to_string(),
+            Err(error) => error.to_string(),
+        };
+        if self.failure.as_ref() != Some(&failure) {
+            error!(error = failure, "cannot {}", self.what);
+        }
+        self.failure = Some(failure);
+        None
+    }
+}
+
+/// Shows who probes, and says so when that has changed.
+fn show(view: &watch::Sender<Option<View>>, found: Option<View>) {
+    view.send_if_modified(|shown| {
+        let changed = *shown != found;
+        if changed && let Some(found) = &found {
+            let (rule, cgroups) = (found.rule, &found.cgroups);
+            let reason = found.reason.as_str();
+            if found.as_asked {
+                info!(?rule, ?cgroups, reason, "probes of the node's");
+            } else {
+                warn!(?rule, ?cgroups, reason, "probes of the node's");
+            }
+        }
+        *shown = found;
+        changed
+    });
+}

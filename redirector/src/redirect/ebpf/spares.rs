@@ -1,0 +1,86 @@
+//! Programs for pods that are still to come, loaded ahead: the verifier takes some milliseconds that a pod then does not wait for.
+//!
+//! A spare has its slot, which nobody else gets, and goes with this agent if no pod has taken it.
+
+use std::sync::{Mutex, PoisonError};
+
+use redirector_common::maps::MAX_PODS;
+
+use super::Ebpf;
+use crate::{mesh::pod::PodUid, redirect::Error};
+
+/// How many are kept. Pods come one by one or few at a time; in a greater burst the others are loaded as they come.
+const WANTED: usize = 8;
+
+/// A pod's own programs, in the kernel.
+pub(super) struct Spare {
+    /// The slot that they are for.
+    pub(super) slot: u32,
+    /// Them.
+    pub(super) programs: aya::Ebpf,
+}
+
+/// Those that are ready.
+#[derive(Default)]
+pub(super) struct Spares(Mutex<Vec<Spare>>);
+
+impl Spares {
+    fn with<T>(&self, f: impl FnOnce(&mut Vec<Spare>) -> T) -> T {
+        f(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+impl Ebpf {
+    /// A slot and programs for a new instance: those that are ready, or else new ones.
+    pub(super) fn programs_for(&self, uid: &PodUid) -> Result<Spare, Error> {
+        if let Some(spare) = self.spares.with(Vec::pop) {
+            self.store().give(spare.slot, uid)?;
+            return Ok(spare);
+        }
+        let slot = self.allocate()?;
+        let spare = self.load(slot)?;
+        self.store().give(slot, uid)?;
+        Ok(spare)
+    }
+
+    /// Makes as many ready as are wanted; fewer where the slots are scarce.
+    pub(super) fn fill_spares(&self) -> Result<(), Error> {
+        while self.spares.with(|spares| spares.len()) < WANTED {
+            let Some(slot) = self.store().take_for_later() else {
+                return Ok(());
+            };
+            let spare = self.load(slot)?;
+            self.spares.with(|spares| spares.push(spare));
+        }
+        Ok(())
+    }
+
+    /// A slot for a new instance. Waits where all that are free have just become so.
+    fn allocate(&self) -> Result<u32, Error> {
+        /// Another pod may be faster.
+        const ATTEMPTS: usize = 3;
+        for _ in 0..ATTEMPTS {
+            let taken = self.store().take();
+            match taken? {
+                Ok(slot) => return Ok(slot),
+                Err(resting) => std::thread::sleep(resting),
+            }
+        }
+        Err(Error::new(
+            "enrolling one more pod",
+            format!(
+                "nearly all of the {MAX_PODS} pods that a node may have are there, or are just being released: try again"
+            ),
+        ))
+    }
+
+    /// Loads a pod's own programs for a slot, which is free again if that fails.
+    fn load(&self, slot: u32) -> Result<Spare, Error> {
+        let load = || {
+            let mut programs = self.object.load(slot)?;
+            self.object.load_own(&mut programs)?;
+            Ok(Spare { slot, programs })
+        };
+        load().inspect_err(|_| self.store().take_back(slot))
+    }
+}
