@@ -194,9 +194,10 @@ impl Iptables {
             .bring(&self.tools, netns, |family| capture.chains(family))?;
         if record.variant != Some(self.tools.variant) {
             // Only now: nothing leaves in plain in between.
-            for variant in record.variants() {
-                if variant != self.tools.variant {
-                    self.removal().clear_rules(netns, record, variant)?;
+            let removal = self.removal();
+            for tools in removal.tools_of(record)? {
+                if tools.variant != self.tools.variant {
+                    removal.clear_rules(netns, &tools)?;
                 }
             }
             tracing::info!(uid = %pod.uid, old = ?record.variant, new = %self.tools.variant, "rules moved");
@@ -267,6 +268,7 @@ impl Redirector for Iptables {
             v6: self.plan(pod)?,
         };
         let look = self.looked().remove(&pod.uid);
+        let captured_before = look.is_some();
         let look = look.filter(|look| look.was_for(&wanted));
         // Before the rules are: what is changed after that is found by the next look.
         let state = State::of(&self.tools, &pod.netns);
@@ -278,9 +280,11 @@ impl Redirector for Iptables {
         if before.is_none() {
             self.records.save(&pod.uid, &record)?;
         }
+        // A record that somebody has removed does not make the pod a new one.
+        let is_new = before.is_none() && !captured_before;
         let rules_hold = record.variant == Some(self.tools.variant)
             && look.as_ref().is_some_and(|look| look.rules_hold(state));
-        match self.put_back(pod, &mut record, wanted.v6, before.is_none(), !rules_hold) {
+        match self.put_back(pod, &mut record, wanted.v6, is_new, !rules_hold) {
             Ok(PutBack { routes, rules }) => {
                 if (routes || rules) && look.is_some() {
                     tracing::warn!(
@@ -298,7 +302,7 @@ impl Redirector for Iptables {
             }
             Err(error) => {
                 // What an earlier capture left stays: its pod fails closed.
-                if before.is_none() {
+                if is_new {
                     let mut left = self.removal().clear(&pod.netns, &record);
                     // As in `detach`: what is left stays on record.
                     if left.is_empty() {

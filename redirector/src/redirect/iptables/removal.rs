@@ -68,11 +68,15 @@ impl Removal<'_> {
 
     /// Removes all of ours from a namespace.
     pub(super) fn clear(&self, netns: &Netns, record: &Record) -> Vec<Error> {
-        let variants = record.variants();
-        let rules = variants
-            .iter()
-            .map(|variant| self.clear_rules(netns, record, *variant));
-        let mut errors: Vec<_> = rules.filter_map(Result::err).collect();
+        let mut errors = Vec::new();
+        match self.tools_of(record) {
+            Ok(tools) => errors.extend(
+                tools
+                    .iter()
+                    .filter_map(|tools| self.clear_rules(netns, tools).err()),
+            ),
+            Err(error) => errors.push(error),
+        }
         let inside = netns.run(|| {
             let mut errors = ROUTING.remove();
             errors.extend(ROUTING.restore_sysctls(record.changed_sysctls));
@@ -85,22 +89,34 @@ impl Removal<'_> {
         errors
     }
 
-    /// Removes our rules that are written to `variant`.
-    pub(super) fn clear_rules(&self, netns: &Netns, record: &Record, variant: Variant) -> Result<(), Error> {
-        // An earlier agent may have used others than are used now.
-        let found = match self.tools {
+    /// Removes our rules, of the kind that these programs write.
+    pub(super) fn clear_rules(&self, netns: &Netns, tools: &Tools) -> Result<(), Error> {
+        self.writer.bring(tools, netns, |_| Chains::new()).map(drop)
+    }
+
+    /// The programs for the rules that a pod has, or may have. An earlier agent may have used others than are used now.
+    pub(super) fn tools_of(&self, record: &Record) -> Result<Vec<Tools>, Error> {
+        let find = |variant: Variant| match self.tools {
             Some(tools) if tools.variant == variant => Ok(tools.clone()),
             _ => Tools::find(variant.into()),
         };
-        let tools = match found {
-            // Nothing says that there are such rules.
-            Err(error) if record.variant.is_none() => {
-                tracing::debug!(%error, %variant, "rules that there may be are not looked for");
-                return Ok(());
-            }
-            found => found?,
-        };
-        self.writer.bring(&tools, netns, |_| Chains::new()).map(drop)
+        let found = record.variants().into_iter().map(find).collect();
+        all_or_some(record.variant.is_some(), found)
+    }
+}
+
+/// What was found: all of it, or if it need not all be there, some of it.
+fn all_or_some<T>(all: bool, found: Vec<Result<T, Error>>) -> Result<Vec<T>, Error> {
+    let (mut there, mut missing) = (Vec::new(), None);
+    for found in found {
+        match found {
+            Ok(found) => there.push(found),
+            Err(error) => missing = Some(error),
+        }
+    }
+    match missing {
+        Some(error) if all || there.is_empty() => Err(error),
+        _ => Ok(there),
     }
 }
 
@@ -135,6 +151,25 @@ mod tests {
         assert_eq!(records.uids().unwrap(), []);
         // There need be none.
         remove(false).unwrap();
+    }
+
+    #[test]
+    fn rules_of_which_no_kind_can_be_looked_for_are_not_gone() {
+        for (all, found, expected) in [
+            (true, "a", Some("a")),
+            (true, "-", None),
+            (false, "ab", Some("ab")),
+            (false, "-b", Some("b")),
+            (false, "a-", Some("a")),
+            (false, "--", None),
+        ] {
+            let each = |c| match c {
+                '-' => Err(Error::new("looking for a program", "it is missing")),
+                c => Ok(c),
+            };
+            let found = all_or_some(all, found.chars().map(each).collect());
+            assert_eq!(found.ok().map(String::from_iter).as_deref(), expected);
+        }
     }
 
     #[test]
