@@ -405,6 +405,22 @@ impl Agent {
         serde_json::from_value(view["pods"].take()).expect("a list")
     }
 
+    /// Waits until it holds what it does at rest: the programs for its next pods, which it loads every 1.5 s, are there.
+    ///
+    /// # Panics
+    /// When it comes to no rest.
+    pub fn settle(&self) {
+        let mut last = None;
+        wait::until("the agent to come to rest", || {
+            let now = self.descriptors().len();
+            let same = last.replace(now) == Some(now);
+            if !same {
+                std::thread::sleep(Duration::from_secs(2));
+            }
+            same.then_some(())
+        });
+    }
+
     /// What its descriptors are: a sorted list of kinds, e.g. `socket`, `anon_inode:bpf-prog`, `net`.
     ///
     /// # Panics

@@ -204,6 +204,7 @@ fn cycles_leave_nothing(options: Options) {
     };
     let untouched = pods.map(traces);
     cycle(true); // What is made once for all pods is there after this.
+    mesh.agent.settle();
     let (descriptors, pinned, programs) = (mesh.agent.descriptors(), pins(&mesh.agent), programs_in_kernel());
     for number in 0..CYCLES / 2 {
         cycle(number % 10 == 0);
@@ -228,6 +229,7 @@ fn vanished_leave_nothing(options: Options) {
         assert_eq!(answer.status, 200, "{}", answer.body);
     };
     visit("first".into());
+    agent.settle();
     let (descriptors, pinned) = (agent.descriptors(), pins(&agent));
     (0..20).for_each(|number| visit(format!("pod{number}")));
     assert_eq!(pins(&agent), pinned);
@@ -240,6 +242,7 @@ fn gone_without_a_delete(options: Options) {
     let agent = Agent::start(&node, &Workloads::default(), options);
     let (stays, goes) = (node.pod("stays"), node.pod("goes"));
     agent.enrol(&stays);
+    agent.settle();
     let (descriptors, pinned) = (agent.descriptors(), pins(&agent));
     agent.enrol(&goes);
     drop(goes);

@@ -102,6 +102,7 @@ fn many_pods() {
     timed(first, 8, |pod| agent.enrol(pod));
     talk(&agent, &node, first);
     timed(first, 8, |pod| agent.release(pod));
+    agent.settle();
     let before = Holdings::of(&agent, &node);
     let process = Process::of(&agent);
     println!("before: {}; {process:?}", before.line());
@@ -212,6 +213,7 @@ fn every_order() {
         .map(|pod| Visitor::new(&agent, &node, &warm_up, pod));
     let mut visitors: Vec<_> = visitors.collect();
     rounds(&mut visitors, ORDERS);
+    agent.settle();
     let before = Holdings::of(&agent, &node);
     let process = Process::of(&agent);
     println!("before: {}; {process:?}", before.line());
