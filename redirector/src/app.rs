@@ -218,7 +218,7 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
         shutdown_grace: config.shutdown_grace.0,
         check_interval: CHECK_INTERVAL,
         release_on_exit: config.release_on_exit,
-        rules: start_rules(&config, &mut tasks, &serving)?,
+        rules: start_rules(&config, &redirector, &mut tasks, &serving)?,
     };
     let backend = redirector.name();
     tasks.spawn(upkeep.run(serving.clone()));
@@ -424,13 +424,14 @@ fn start_mesh(
 /// The rules for the pods, and the task that follows their file.
 fn start_rules(
     config: &Config,
+    redirector: &Arc<dyn Redirector>,
     tasks: &mut JoinSet<()>,
     stop: &CancellationToken,
 ) -> Result<watch::Receiver<Arc<NodeRules>>, Error> {
     let Some(path) = &config.rules else {
         return Ok(watch::channel(Arc::default()).1);
     };
-    let (file, rules) = RulesFile::open(path).map_err(Error::Rules)?;
+    let (file, rules) = RulesFile::open(path, Arc::clone(redirector)).map_err(Error::Rules)?;
     let (sender, receiver) = watch::channel(Arc::new(rules));
     tasks.spawn(file.run(sender, stop.clone()));
     Ok(receiver)

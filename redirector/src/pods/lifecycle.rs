@@ -81,7 +81,7 @@ struct Entry<P> {
     queue: VecDeque<(Request, Option<Reply>)>,
     /// To be tried again, and why it failed.
     retry: Option<(PodAdd, String)>,
-    /// What the last look at the capture found to be wrong, and could not mend.
+    /// What the last look at the capture found to be wrong, and could not mend; or what is wrong with the newest rules.
     fault: Option<String>,
 }
 
@@ -456,13 +456,13 @@ impl<L: Launch> Lifecycle<L> {
             }
             (Request::Check(_), Ok(())) => {
                 if entry.fault.take().is_some() {
-                    info!(%uid, "the pod's capture is whole again");
+                    info!(%uid, "the pod is captured as it should be again");
                 }
             }
             (Request::Check(_), Err(error)) => {
                 let fault = Chain(error).to_string();
                 if entry.fault.as_ref() != Some(&fault) {
-                    warn!(%uid, error = %fault, "the pod's capture is not whole; trying again");
+                    warn!(%uid, error = %fault, "the pod is not captured as it should be; trying again");
                     entry.fault = Some(fault);
                 }
             }

@@ -159,6 +159,9 @@ pub enum Error {
     /// The backend could not attach.
     #[error("cannot capture the pod's traffic")]
     Attach(#[source] redirect::Error),
+    /// The backend refuses rules that have come since the pod was captured.
+    #[error("the pod's newest rules are refused, and those from before stay in force")]
+    NewRules(#[source] Box<Error>),
     /// The backend could not detach.
     #[error("cannot release the pod: {}", .0.iter().map(|error| Chain(error).to_string()).collect::<Vec<_>>().join("; "))]
     Detach(Vec<redirect::Error>),

@@ -24,7 +24,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{
     mesh::pod::PodInfo,
-    redirect::{overrides::Overrides, rules::Rules},
+    redirect::{Redirector, overrides::Overrides, rules::Rules},
     sys::follow::{Followed, POLL_INTERVAL},
     telemetry::Chain,
 };
@@ -72,8 +72,13 @@ pub enum Error {
 impl NodeRules {
     /// What applies to a pod that says `own` of itself.
     pub fn of(&self, pod: &PodInfo, own: &Overrides) -> Rules {
+        self.said_of(&pod.namespace, Some(&pod.name), own)
+    }
+
+    /// What applies to a pod of this name; without one, to those that no entry names.
+    fn said_of(&self, namespace: &str, name: Option<&str>, own: &Overrides) -> Rules {
         let fits = |entry: &&Entry| {
-            entry.namespace == pod.namespace && entry.name.as_ref().is_none_or(|name| *name == pod.name)
+            entry.namespace == namespace && (entry.name.is_none() || entry.name.as_deref() == name)
         };
         let mut said = own.clone();
         for entry in self.pods.iter().rev().filter(fits) {
@@ -82,7 +87,28 @@ impl NodeRules {
         said.or(&self.node).into_rules()
     }
 
-    fn parse(text: &str, path: &Path) -> Result<Self, Error> {
+    /// The first rules that no pod could have, by their key, and why.
+    fn impossible(&self, refuses: impl Fn(&Rules) -> Option<String>) -> Option<(String, String)> {
+        let why = |rules: &Rules| {
+            let (items, most) = (rules.items(), Rules::MAX_ITEMS);
+            let too_many = || {
+                format!(
+                    "{items} ports and networks, with what else the file says of these pods; at most {most} are supported"
+                )
+            };
+            (items > most).then(too_many).or_else(|| refuses(rules))
+        };
+        let of_node = why(&self.node.clone().into_rules()).map(|why| ("node".to_owned(), why));
+        let mut entries = self.pods.iter().enumerate();
+        of_node.or_else(|| {
+            entries.find_map(|(index, entry)| {
+                let rules = self.said_of(&entry.namespace, entry.name.as_deref(), &Overrides::default());
+                Some((format!("pods[{index}].rules"), why(&rules)?))
+            })
+        })
+    }
+
+    fn parse(text: &str, path: &Path, refuses: impl Fn(&Rules) -> Option<String>) -> Result<Self, Error> {
         let blank = |line: &str| line.trim().is_empty() || line.trim_start().starts_with('#');
         let invalid = |field: String, problem: String| Error::Invalid {
             path: path.to_owned(),
@@ -95,31 +121,39 @@ impl NodeRules {
             return Err(invalid("the whole file".into(), problem.into()));
         }
         let yaml = serde_yaml::Deserializer::from_str(text);
-        serde_path_to_error::deserialize(yaml).map_err(|error| {
+        let rules: Self = serde_path_to_error::deserialize(yaml).map_err(|error| {
             let field = match error.path().to_string() {
                 path if path == "." => "the whole file".to_owned(),
                 path => path,
             };
             invalid(field, error.into_inner().to_string())
-        })
+        })?;
+        match rules.impossible(refuses) {
+            Some((field, problem)) => Err(invalid(field, problem)),
+            None => Ok(rules),
+        }
     }
 }
 
 /// A rules file that is followed.
-pub struct RulesFile(Followed);
+pub struct RulesFile {
+    file: Followed,
+    /// Puts the rules in force, and may refuse some.
+    redirector: Arc<dyn Redirector>,
+}
 
 impl RulesFile {
-    /// Reads the file for the first time. Blocking.
+    /// Reads the file for the first time, for pods of `redirector`. Blocking.
     ///
     /// # Errors
-    /// When it cannot be read, or is not what it should be.
-    pub fn open(path: &Path) -> Result<(Self, NodeRules), Error> {
-        let (followed, text) = Followed::open(path).map_err(|source| Error::Read {
+    /// When it cannot be read, is not what it should be, or has rules that no pod could have.
+    pub fn open(path: &Path, redirector: Arc<dyn Redirector>) -> Result<(Self, NodeRules), Error> {
+        let (file, text) = Followed::open(path).map_err(|source| Error::Read {
             path: path.to_owned(),
             source,
         })?;
-        let rules = NodeRules::parse(&text, path)?;
-        Ok((Self(followed), rules))
+        let rules = NodeRules::parse(&text, path, |rules| redirector.refuses(rules))?;
+        Ok((Self { file, redirector }, rules))
     }
 
     /// Follows the file until `stop`. Of one that cannot be used, the rules before stay in force.
@@ -135,7 +169,7 @@ impl RulesFile {
             match self.look() {
                 Ok(None) => {}
                 Ok(Some(new)) => {
-                    tracing::info!(path = %self.0.path().display(), pods = new.pods.len(), "rules file read again");
+                    tracing::info!(path = %self.file.path().display(), pods = new.pods.len(), "rules file read again");
                     rules.send_replace(Arc::new(new));
                 }
                 Err(error) => {
@@ -146,18 +180,21 @@ impl RulesFile {
     }
 
     fn look(&mut self) -> Result<Option<NodeRules>, Error> {
-        let path = self.0.path().to_owned();
-        let changed = self.0.look().map_err(|source| Error::Read {
+        let path = self.file.path().to_owned();
+        let changed = self.file.look().map_err(|source| Error::Read {
             path: path.clone(),
             source,
         })?;
-        changed.map(|text| NodeRules::parse(&text, &path)).transpose()
+        changed
+            .map(|text| NodeRules::parse(&text, &path, |rules| self.redirector.refuses(rules)))
+            .transpose()
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::redirect::none::NoRedirect;
 
     fn pod(namespace: &str, name: &str) -> PodInfo {
         PodInfo {
@@ -169,7 +206,8 @@ mod tests {
     }
 
     fn parse(text: &str) -> Result<NodeRules, Error> {
-        NodeRules::parse(text, Path::new("rules.yaml"))
+        let refuses = |rules: &Rules| rules.dns_capture.then(|| "no DNS capture here".to_owned());
+        NodeRules::parse(text, Path::new("rules.yaml"), refuses)
     }
 
     #[test]
@@ -220,6 +258,54 @@ mod tests {
     }
 
     #[test]
+    fn rules_that_no_pod_could_have_are_refused_by_their_key() {
+        let list = |items: usize| {
+            (1..=items)
+                .map(|port| (2 * port).to_string())
+                .collect::<Vec<_>>()
+                .join(",")
+        };
+        let (few, many) = (list(100), list(129));
+        let too_many =
+            "129 ports and networks, with what else the file says of these pods; at most 128 are supported";
+        for (text, problem) in [
+            (
+                format!("node: {{excludeOutboundPorts: '{many}'}}"),
+                format!("rules.yaml: node: {too_many}"),
+            ),
+            (
+                format!(
+                    "pods: [{{namespace: a, rules: {{}}}}, {{namespace: a, name: b, rules: {{includeInboundPorts: '{many}'}}}}]"
+                ),
+                format!("rules.yaml: pods[1].rules: {too_many}"),
+            ),
+            // Each by itself would do.
+            (
+                format!(
+                    "{{node: {{excludeOutboundPorts: '{few}'}}, pods: [{{namespace: a, rules: {{excludeInboundPorts: '{few}'}}}}]}}"
+                ),
+                "rules.yaml: pods[0].rules: 200 ports".to_owned(),
+            ),
+            (
+                "node: {dnsCapture: true}".to_owned(),
+                "rules.yaml: node: no DNS capture here".to_owned(),
+            ),
+            (
+                "pods: [{namespace: a, rules: {dnsCapture: true}}]".to_owned(),
+                "rules.yaml: pods[0].rules: no DNS capture here".to_owned(),
+            ),
+        ] {
+            let error = parse(&text).unwrap_err().to_string();
+            assert!(error.contains(&problem), "{error}");
+        }
+        // The lists of the entry take the place of the node's.
+        let replaced = format!(
+            "{{node: {{excludeOutboundPorts: '{few}'}}, pods: [{{namespace: a, rules: {{excludeOutboundPorts: '{few}'}}}}]}}"
+        );
+        parse(&replaced).unwrap();
+    }
+
+    #[test]
     fn a_change_is_followed_and_a_bad_one_changes_nothing() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("rules.yaml");
@@ -229,7 +315,7 @@ mod tests {
             std::fs::rename(new, &path).unwrap();
         };
         write("node: {excludeOutboundPorts: 1}");
-        let (mut file, before) = RulesFile::open(&path).unwrap();
+        let (mut file, before) = RulesFile::open(&path, Arc::new(NoRedirect)).unwrap();
         let mut settle = || file.look().and_then(|first| Ok(first.or(file.look()?)));
         assert_eq!(settle().unwrap(), None);
         write("node: {excludeOutboundPorts: 2}");
@@ -239,5 +325,32 @@ mod tests {
         assert_eq!(settle().unwrap(), None);
         write("node: {excludeOutboundPorts: 1}");
         assert_eq!(settle().unwrap().unwrap(), before);
+    }
+
+    #[test]
+    fn a_file_that_goes_is_told_once_and_changes_nothing() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("rules.yaml");
+        std::fs::write(&path, "node: {excludeOutboundPorts: 1}").unwrap();
+        let (mut file, before) = RulesFile::open(&path, Arc::new(NoRedirect)).unwrap();
+        // What cannot be read, whoever asks: tests may run as root.
+        for unreadable in [false, true] {
+            std::fs::remove_file(&path).unwrap();
+            if unreadable {
+                std::fs::create_dir(&path).unwrap();
+            }
+            let told: Vec<_> = (0..6).filter_map(|_| file.look().err()).collect();
+            assert!(matches!(told.as_slice(), [Error::Read { .. }]), "{told:?}");
+            if unreadable {
+                std::fs::remove_dir(&path).unwrap();
+            }
+            std::fs::write(&path, "node: {excludeOutboundPorts: 1}").unwrap();
+            for _ in 0..3 {
+                assert_eq!(file.look().unwrap(), None, "the same rules are back");
+            }
+        }
+        std::fs::write(&path, "node: {excludeOutboundPorts: 2}").unwrap();
+        let changed = (0..3).find_map(|_| file.look().unwrap());
+        assert_ne!(changed.unwrap(), before);
     }
 }

@@ -38,7 +38,7 @@ pub struct PodStatus {
     pub addresses: Vec<IpAddr>,
     /// Whether its traffic is captured.
     pub state: State,
-    /// Why it is not.
+    /// Why it is not; of a pod that is, what its capture lacks, or what keeps it from its newest rules.
     pub error: Option<String>,
 }
 

@@ -185,22 +185,35 @@ impl<L: Launch> Worker<L> {
         }
     }
 
-    /// Looks whether a captured pod is still so, and puts back what is gone; rules that have changed come into force.
+    /// Looks whether a captured pod is still so, and puts back what is gone; rules that have changed come into force. A pod that cannot
+    /// have the new ones is kept whole with those it has, and they are tried again at each look.
     pub(super) async fn check(self: Arc<Self>, mut pod: Captured<L::Proxy>) -> Done<L::Proxy> {
         const STEP: &str = "check the capture of the pod";
-        let attach = move || {
+        let look = move || {
             // Guarded by itself: a panic must not lose the pod, and its connections with it.
-            pod.network.rules = self.rules_of(&pod.add);
-            let result = guarded(STEP, || {
-                still_there(&pod.add)?;
-                let listeners = self.launch.listeners(&pod.proxy);
-                self.redirector
-                    .attach(&pod.network, listeners)
-                    .map_err(Error::Attach)
+            let attach = |network: &PodNetwork| {
+                guarded(STEP, || {
+                    let listeners = self.launch.listeners(&pod.proxy);
+                    self.redirector.attach(network, listeners).map_err(Error::Attach)
+                })
+            };
+            let wanted = PodNetwork {
+                rules: self.rules_of(&pod.add),
+                ..pod.network.clone()
+            };
+            let result = guarded(STEP, || still_there(&pod.add)).and_then(|()| match attach(&wanted) {
+                Err(error) if wanted.rules != pod.network.rules => {
+                    attach(&pod.network)?;
+                    Err(Error::NewRules(Box::new(error)))
+                }
+                attached => attached,
             });
+            if result.is_ok() {
+                pod.network = wanted;
+            }
             Ok((pod, result))
         };
-        Self::guarded_done(STEP, attach).await
+        Self::guarded_done(STEP, look).await
     }
 
     /// Releases a pod; one that is not here is what an earlier agent may have left.

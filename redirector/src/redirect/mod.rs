@@ -74,6 +74,9 @@ pub trait Redirector: Send + Sync {
     /// The marks it wants.
     fn marks(&self) -> Marks;
 
+    /// Why this backend takes no pod with these rules, whatever the pod; `None` if it may. What depends on the pod, `attach` tells.
+    fn refuses(&self, rules: &Rules) -> Option<String>;
+
     /// Brings the pod to the captured state, whatever state it is in; adopts what an earlier agent left. New rules are for new
     /// connections: open ones go on as they began.
     fn attach(&self, pod: &PodNetwork, listeners: Listeners<'_>) -> Result<(), Error>;

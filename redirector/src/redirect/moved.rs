@@ -5,7 +5,7 @@
 
 use std::{io, net::SocketAddr, os::fd::BorrowedFd};
 
-use super::{Count, Error, Leftovers, Listeners, Marks, PodNetwork, Redirector, probers::View};
+use super::{Count, Error, Leftovers, Listeners, Marks, PodNetwork, Redirector, probers::View, rules::Rules};
 use crate::{mesh::pod::PodUid, sys::netns::Netns};
 
 /// A backend, with what is left of others.
@@ -48,6 +48,10 @@ impl Redirector for Moved {
 
     fn marks(&self) -> Marks {
         self.now.marks()
+    }
+
+    fn refuses(&self, rules: &Rules) -> Option<String> {
+        self.now.refuses(rules)
     }
 
     fn attach(&self, pod: &PodNetwork, listeners: Listeners<'_>) -> Result<(), Error> {

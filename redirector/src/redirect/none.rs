@@ -4,7 +4,7 @@ use std::{io, net::SocketAddr, os::fd::BorrowedFd};
 
 use redirector_common::consts::MARK_PROXY;
 
-use super::{Count, Error, Listeners, Marks, PodNetwork, Redirector};
+use super::{Count, Error, Listeners, Marks, PodNetwork, Redirector, rules::Rules};
 use crate::{mesh::pod::PodUid, sys::socket};
 
 /// Does nothing to a pod.
@@ -26,6 +26,10 @@ impl Redirector for NoRedirect {
             application: mark,
             application_over_lo: false,
         }
+    }
+
+    fn refuses(&self, _: &Rules) -> Option<String> {
+        None
     }
 
     fn attach(&self, _: &PodNetwork, _: Listeners<'_>) -> Result<(), Error> {

@@ -1,5 +1,5 @@
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     io,
     net::{IpAddr, SocketAddr},
     os::fd::{AsFd, BorrowedFd},
@@ -16,9 +16,11 @@ use super::{
 };
 use crate::{
     mesh::pod::PodInfo,
-    redirect::{self, Count, Listeners, Marks, PodNetwork},
+    redirect::{self, Count, Listeners, Marks, PodNetwork, rules::Rules},
     sys::{interfaces::InterfaceAddress, netns::Netns},
 };
+
+mod looks;
 
 const NODE: u64 = 1;
 
@@ -31,6 +33,10 @@ struct World {
     faults: Mutex<BTreeSet<String>>,
     /// The `start` of this pod waits for a message.
     gate: Mutex<Option<(String, std::sync::mpsc::Receiver<()>)>>,
+    /// The ports that no pod may be told to leave alone.
+    refused: Mutex<Option<&'static str>>,
+    /// The ports that are left alone in each pod.
+    excluded: Mutex<BTreeMap<PodUid, String>>,
     /// Pods that are being attached to, and the most that there were at one time.
     attaching: Mutex<(usize, usize)>,
 }
@@ -74,6 +80,10 @@ impl Redirector for World {
         unreachable!()
     }
 
+    fn refuses(&self, _: &Rules) -> Option<String> {
+        unreachable!()
+    }
+
     fn attach(&self, pod: &PodNetwork, _: Listeners<'_>) -> Result<(), redirect::Error> {
         {
             let (now, most) = &mut *self.attaching.lock().unwrap();
@@ -84,6 +94,16 @@ impl Redirector for World {
         let attached = self.step("attach", &pod.uid);
         self.attaching.lock().unwrap().0 -= 1;
         attached?;
+        let ports = pod.rules.outbound.not_ports.to_string();
+        if self
+            .refused
+            .lock()
+            .unwrap()
+            .is_some_and(|refused| refused == ports)
+        {
+            return Err(redirect::Error::new(format!("leaving {ports} alone"), "never"));
+        }
+        self.excluded.lock().unwrap().insert(pod.uid.clone(), ports);
         self.attached.lock().unwrap().insert(pod.uid.clone());
         Ok(())
     }
@@ -182,6 +202,7 @@ struct Agent {
     world: Arc<World>,
     records: Records,
     events: mpsc::Sender<PodEvent>,
+    rules: watch::Sender<Arc<NodeRules>>,
     status: watch::Receiver<Status>,
     stop: CancellationToken,
     task: JoinHandle<()>,
@@ -198,12 +219,13 @@ impl Agent {
         let state = tempfile::tempdir().unwrap();
         let records = Records::open(state.path()).unwrap();
         let world = Arc::new(World::default());
+        let (rules, followed) = watch::channel(Arc::default());
         let config = Config {
             node: vec![NetnsId { dev: 0, ino: NODE }],
             release_grace: Duration::ZERO,
             shutdown_grace: Duration::from_secs(5),
             check_interval,
-            rules: watch::channel(Arc::default()).1,
+            rules: followed,
             release_on_exit,
         };
         let launch = Surroundings(Arc::clone(&world));
@@ -217,6 +239,7 @@ impl Agent {
             world,
             records,
             events,
+            rules,
             status,
             stop,
             task,
@@ -705,78 +728,4 @@ async fn what_waits_when_the_agent_stops_is_answered() {
     open.send(()).unwrap();
     first.await.unwrap().unwrap();
     agent.task.await.unwrap();
-}
-
-#[tokio::test]
-async fn a_captured_pod_is_looked_at_again_and_again() {
-    let mut agent = Agent::begin(false, Duration::from_millis(10));
-    agent.snapshot_sent().await.unwrap();
-    agent.add(pod("a", 2)).await.unwrap();
-    let fault = |status: &Status| status.pods.first().and_then(|pod| pod.error.clone());
-    for (fails, expected) in [(true, Some("attach a: no")), (false, None)] {
-        match fails {
-            true => agent.world.fault("attach a"),
-            false => agent.world.mend(),
-        }
-        let told = agent.status.wait_for(|status| match (fault(status), expected) {
-            (Some(fault), Some(expected)) => fault.contains(expected),
-            (fault, expected) => fault.is_none() && expected.is_none(),
-        });
-        let told = tokio::time::timeout(Duration::from_secs(10), told)
-            .await
-            .unwrap()
-            .unwrap();
-        // Its connections go on: the pod is not given up for a look that failed.
-        assert_eq!(told.pods[0].state, State::Captured);
-    }
-    // A look holds up no event, and its panic loses neither the pod nor its proxy.
-    agent.world.fault("attach a!");
-    let told = agent
-        .status
-        .wait_for(|status| fault(status).is_some_and(|fault| fault.contains("panicked")));
-    tokio::time::timeout(Duration::from_secs(10), told)
-        .await
-        .unwrap()
-        .unwrap();
-    agent.world.mend();
-    agent.world.log();
-    agent.delete("a", None).await.unwrap();
-    let log = agent.world.log();
-    assert!(
-        log.ends_with(&["release a".into(), "stop 0s a".into(), "detach a".into()]),
-        "{log:?}"
-    );
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn looks_at_many_pods_run_a_few_at_a_time_and_change_nothing() {
-    const PODS: u64 = 50;
-    let mut agent = Agent::begin(false, Duration::from_millis(10));
-    agent.snapshot_sent().await.unwrap();
-    // One after another, so that only looks come together.
-    for number in 0..PODS {
-        agent.add(pod(&format!("p{number}"), 2 + number)).await.unwrap();
-    }
-    // The answer comes before the status.
-    let all = agent.status.wait_for(|status| {
-        status.pods.len() == PODS as usize && status.pods.iter().all(|pod| pod.state == State::Captured)
-    });
-    let before = tokio::time::timeout(Duration::from_secs(30), all)
-        .await
-        .unwrap()
-        .unwrap()
-        .clone();
-    agent.world.log();
-    agent.world.attaching.lock().unwrap().1 = 0;
-    let looks = async {
-        while agent.world.log.lock().unwrap().len() < PODS as usize * 4 {
-            tokio::time::sleep(Duration::from_millis(1)).await;
-        }
-    };
-    tokio::time::timeout(Duration::from_secs(30), looks)
-        .await
-        .unwrap();
-    let most = agent.world.attaching.lock().unwrap().1;
-    assert!((1..=CHECKS_AT_ONCE).contains(&most), "{most} at one time");
-    assert_eq!(*agent.status.borrow(), before);
 }

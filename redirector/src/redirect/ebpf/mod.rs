@@ -210,6 +210,10 @@ impl Redirector for Ebpf {
         }
     }
 
+    fn refuses(&self, _: &Rules) -> Option<String> {
+        None
+    }
+
     fn attach(&self, pod: &PodNetwork, listeners: Listeners<'_>) -> Result<(), Error> {
         let listening = look::cookies(listeners)?;
         if self.shared.put_back()? {

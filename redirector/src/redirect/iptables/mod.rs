@@ -254,13 +254,17 @@ impl Redirector for Iptables {
         }
     }
 
+    fn refuses(&self, rules: &Rules) -> Option<String> {
+        let unknown = rules.dns_capture || !rules.reroute_interfaces.0.is_empty();
+        unknown.then(|| {
+            "DNS capture and interfaces to reroute are not for iptables mode: take them out of the rules, or use --redirect ebpf"
+                .to_owned()
+        })
+    }
+
     fn attach(&self, pod: &PodNetwork, _: Listeners<'_>) -> Result<(), Error> {
-        if pod.rules.dns_capture || !pod.rules.reroute_interfaces.0.is_empty() {
-            return Err(Error::new(
-                format!("planning the capture of {}", pod.uid),
-                "its rules ask for DNS capture or name interfaces to reroute, which iptables mode does not do: take them away, or \
-                 use --redirect ebpf",
-            ));
+        if let Some(why) = self.refuses(&pod.rules) {
+            return Err(Error::new(format!("planning the capture of {}", pod.uid), why));
         }
         let wanted = Wanted {
             netns_ino: pod.netns.id().ino,

@@ -1,0 +1,126 @@
+//! Looks at captured pods, and what they put back.
+
+use super::*;
+
+#[tokio::test]
+async fn a_captured_pod_is_looked_at_again_and_again() {
+    let mut agent = Agent::begin(false, Duration::from_millis(10));
+    agent.snapshot_sent().await.unwrap();
+    agent.add(pod("a", 2)).await.unwrap();
+    let fault = |status: &Status| status.pods.first().and_then(|pod| pod.error.clone());
+    for (fails, expected) in [(true, Some("attach a: no")), (false, None)] {
+        match fails {
+            true => agent.world.fault("attach a"),
+            false => agent.world.mend(),
+        }
+        let told = agent.status.wait_for(|status| match (fault(status), expected) {
+            (Some(fault), Some(expected)) => fault.contains(expected),
+            (fault, expected) => fault.is_none() && expected.is_none(),
+        });
+        let told = tokio::time::timeout(Duration::from_secs(10), told)
+            .await
+            .unwrap()
+            .unwrap();
+        // Its connections go on: the pod is not given up for a look that failed.
+        assert_eq!(told.pods[0].state, State::Captured);
+    }
+    // A look holds up no event, and its panic loses neither the pod nor its proxy.
+    agent.world.fault("attach a!");
+    let told = agent
+        .status
+        .wait_for(|status| fault(status).is_some_and(|fault| fault.contains("panicked")));
+    tokio::time::timeout(Duration::from_secs(10), told)
+        .await
+        .unwrap()
+        .unwrap();
+    agent.world.mend();
+    agent.world.log();
+    agent.delete("a", None).await.unwrap();
+    let log = agent.world.log();
+    assert!(
+        log.ends_with(&["release a".into(), "stop 0s a".into(), "detach a".into()]),
+        "{log:?}"
+    );
+}
+
+#[tokio::test]
+async fn a_pod_that_cannot_have_new_rules_is_kept_whole_with_those_it_has() {
+    let mut agent = Agent::begin(false, Duration::from_millis(10));
+    let leave_alone = |ports: &str| {
+        let rules = serde_yaml::from_str(&format!("node: {{excludeOutboundPorts: {ports}}}")).unwrap();
+        Arc::new(rules)
+    };
+    let world = Arc::clone(&agent.world);
+    let put_back = async |ports: &str| {
+        world.excluded.lock().unwrap().clear();
+        let looks = async {
+            while !world.excluded.lock().unwrap().values().any(|left| left == ports) {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(10), looks)
+            .await
+            .unwrap_or_else(|_| panic!("{ports} is not put in force"));
+    };
+    agent.rules.send_replace(leave_alone("1"));
+    agent.snapshot_sent().await.unwrap();
+    agent.add(pod("a", 2)).await.unwrap();
+    *world.refused.lock().unwrap() = Some("2");
+    agent.rules.send_replace(leave_alone("2"));
+    let refused = "the pod's newest rules are refused, and those from before stay in force: cannot capture the pod's \
+                   traffic: leaving 2 alone: never";
+    let told = agent.status.wait_for(|status| {
+        let error = status.pods.first().and_then(|pod| pod.error.as_deref());
+        error == Some(refused)
+    });
+    let told = tokio::time::timeout(Duration::from_secs(10), told)
+        .await
+        .unwrap()
+        .unwrap();
+    assert_eq!(told.pods[0].state, State::Captured);
+    drop(told);
+    for _ in 0..3 {
+        put_back("1").await;
+    }
+    // Once they are not refused any more, nobody has to change them for that.
+    *world.refused.lock().unwrap() = None;
+    put_back("2").await;
+    let mended = agent.status.wait_for(|status| status.pods[0].error.is_none());
+    tokio::time::timeout(Duration::from_secs(10), mended)
+        .await
+        .unwrap()
+        .unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn looks_at_many_pods_run_a_few_at_a_time_and_change_nothing() {
+    const PODS: u64 = 50;
+    let mut agent = Agent::begin(false, Duration::from_millis(10));
+    agent.snapshot_sent().await.unwrap();
+    // One after another, so that only looks come together.
+    for number in 0..PODS {
+        agent.add(pod(&format!("p{number}"), 2 + number)).await.unwrap();
+    }
+    // The answer comes before the status.
+    let all = agent.status.wait_for(|status| {
+        status.pods.len() == PODS as usize && status.pods.iter().all(|pod| pod.state == State::Captured)
+    });
+    let before = tokio::time::timeout(Duration::from_secs(30), all)
+        .await
+        .unwrap()
+        .unwrap()
+        .clone();
+    agent.world.log();
+    agent.world.attaching.lock().unwrap().1 = 0;
+    let looks = async {
+        while agent.world.log.lock().unwrap().len() < PODS as usize * 4 {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(30), looks)
+        .await
+        .unwrap();
+    let most = agent.world.attaching.lock().unwrap().1;
+    assert!((1..=CHECKS_AT_ONCE).contains(&most), "{most} at one time");
+    assert_eq!(*agent.status.borrow(), before);
+}
