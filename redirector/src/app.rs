@@ -521,7 +521,10 @@ impl BoundSource {
         match self {
             Self::Cni(server) => {
                 tokio::select! {
-                    () = restore::restore(records, events.clone()) => {}
+                    restored = restore::restore(records, events.clone()) => if let Err(error) = restored {
+                        error!(error = %Chain(&error), "cannot restore the pods of an earlier agent: they stay as they are");
+                        return;
+                    },
                     () = stop.cancelled() => return,
                 }
                 let accounts: ServiceAccounts = Arc::new(move |namespace, name| {

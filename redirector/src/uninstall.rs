@@ -5,6 +5,7 @@
 //! the rest goes on.
 
 use std::{
+    collections::BTreeMap,
     fs, io,
     os::unix::fs::FileTypeExt,
     path::{Path, PathBuf},
@@ -14,12 +15,9 @@ use crate::{
     config::{Config, PodSource},
     identity::dev_ca,
     mesh::pod::PodUid,
-    pods::records::{Record, Records},
+    pods::records::{Record, Records, Remembered},
     redirect::{self, Leftovers},
-    sys::{
-        lock::{DirectoryLock, LockError},
-        netns::Netns,
-    },
+    sys::lock::{DirectoryLock, LockError},
     telemetry::Chain,
 };
 
@@ -108,19 +106,27 @@ fn lock(path: &Path, flag: &'static str) -> Result<Option<DirectoryLock>, Error>
 }
 
 fn release_pods(report: &mut Report, records: &Records, leftovers: &[Box<dyn Leftovers>]) {
-    let recorded = records.load();
-    let mut uids: Vec<PodUid> = records.uids();
+    let remembered = records.load().unwrap_or_else(|error| {
+        report.failed(Chain(&error).to_string());
+        Vec::new()
+    });
+    let mut pods: BTreeMap<PodUid, Option<Box<Record>>> = BTreeMap::new();
+    for remembered in remembered {
+        match remembered {
+            Remembered::Pod(record) => pods.extend(record.info().ok().map(|info| (info.uid, Some(record)))),
+            Remembered::Name(uid) => pods.extend([(uid, None)]),
+        }
+    }
     for backend in leftovers {
         match backend.pods() {
-            Ok(pods) => uids.extend(pods),
+            Ok(uids) => uids.into_iter().for_each(|uid| {
+                pods.entry(uid).or_default();
+            }),
             Err(error) => report.failed(Chain(&error).to_string()),
         }
     }
-    uids.sort();
-    uids.dedup();
-    for uid in uids {
-        let of = |record: &&Record| record.info().is_ok_and(|info| info.uid == uid);
-        let netns = recorded.iter().find(of).and_then(namespace);
+    for (uid, record) in pods {
+        let netns = record.and_then(|record| record.namespace().ok().flatten());
         let errors: Vec<_> = leftovers
             .iter()
             .filter_map(|backend| backend.remove(&uid, netns.as_ref()).err())
@@ -138,13 +144,6 @@ fn release_pods(report: &mut Report, records: &Records, leftovers: &[Box<dyn Lef
             }
         }
     }
-}
-
-/// The namespace of a recorded pod, if it is still that one.
-fn namespace(record: &Record) -> Option<Netns> {
-    let netns = Netns::open(record.netns_path()?).ok()?;
-    let cookie = netns.cookie().ok()?;
-    record.is_of(netns.id(), cookie).then_some(netns)
 }
 
 /// Removes what the agent keeps in files, and the directories if they are empty then.

@@ -1,6 +1,7 @@
 //! What the agent remembers of captured pods across its own restarts: a file per pod under the state directory.
 //!
-//! `work` writes and removes them, `restore` reads them at start.
+//! `work` writes and removes them, `restore` reads them at start. They are extended, never changed: each version reads those of every
+//! other, and leaves out what it does not know.
 
 use std::{
     fs::{self, File},
@@ -10,19 +11,20 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
+use serde_json::{Map, Value, json};
 
-use super::PodAdd;
+use super::{PodAdd, work::is_absence};
 use crate::{
     mesh::pod::{PodInfo, PodUid},
     redirect::overrides::Overrides,
-    sys::netns::NetnsId,
+    sys::netns::{Netns, NetnsId},
     telemetry::Chain,
 };
 
 /// A captured pod.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[serde(rename_all = "camelCase")]
 pub struct Record {
     uid: String,
     name: String,
@@ -39,12 +41,26 @@ pub struct Record {
     #[serde(skip_serializing_if = "Option::is_none")]
     boot_id: Option<String>,
     addresses: Vec<IpAddr>,
-    #[serde(default, skip_serializing_if = "is_default")]
+    #[serde(default, skip_serializing_if = "is_default", deserialize_with = "known_rules")]
     rules: Overrides,
 }
 
 fn is_default(rules: &Overrides) -> bool {
     *rules == Overrides::default()
+}
+
+/// The rules that this version knows. Without one of the others more is captured, not less.
+fn known_rules<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Overrides, D::Error> {
+    let mut known = Overrides::default();
+    for (name, value) in Map::<String, Value>::deserialize(deserializer)? {
+        match serde_json::from_value::<Overrides>(json!({ name.as_str(): value })) {
+            Ok(rule) => known = known.or(&rule),
+            Err(error) => {
+                tracing::warn!(rule = name, %error, "unknown rule in the record of a pod, left out")
+            }
+        }
+    }
+    Ok(known)
 }
 
 impl Record {
@@ -81,6 +97,18 @@ impl Record {
         })
     }
 
+    /// Its namespace; `None` when that is gone, or was not opened by path. An error says neither.
+    pub fn namespace(&self) -> io::Result<Option<Netns>> {
+        let Some(path) = &self.netns_path else {
+            return Ok(None);
+        };
+        match Netns::open(path).and_then(|netns| Ok((netns.cookie()?, netns))) {
+            Ok((cookie, netns)) => Ok(self.is_of(netns.id(), cookie).then_some(netns)),
+            Err(error) if is_absence(&error) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
     /// Where its namespace was opened.
     pub fn netns_path(&self) -> Option<&Path> {
         self.netns_path.as_deref()
@@ -97,7 +125,7 @@ impl Record {
     }
 
     /// Whether a namespace is the recorded one, and not one that has its inode number now.
-    pub fn is_of(&self, id: NetnsId, cookie: Option<u64>) -> bool {
+    fn is_of(&self, id: NetnsId, cookie: Option<u64>) -> bool {
         (self.netns_dev, self.netns_ino) == (id.dev, id.ino)
             && self.boot_id == boot_id()
             && (self.netns_cookie.is_none() || self.netns_cookie == cookie)
@@ -127,10 +155,19 @@ pub struct Error {
     source: io::Error,
 }
 
+/// What is remembered of a captured pod.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Remembered {
+    /// All.
+    Pod(Box<Record>),
+    /// That there is one: its record cannot be used.
+    Name(PodUid),
+}
+
 const SUFFIX: &str = ".json";
 /// Of a record that is being written.
 const UNFINISHED: &str = ".tmp";
-/// Of what was found to be no record.
+/// Added to the name of what was found to be no record.
 const ASIDE: &str = ".bad";
 
 impl Records {
@@ -186,15 +223,27 @@ impl Records {
         self.directory.join(format!("{uid}{SUFFIX}"))
     }
 
+    fn aside(&self, uid: &PodUid) -> PathBuf {
+        self.directory.join(format!("{uid}{SUFFIX}{ASIDE}"))
+    }
+
     /// Writes a record, in place of an older one of the same pod: whole or not at all.
     pub fn save(&self, record: &Record) -> Result<(), Error> {
         let path = self.directory.join(format!("{}{SUFFIX}", record.uid));
         let write = || {
+            let mut text = serde_json::to_vec_pretty(record)?;
+            text.push(b'\n');
+            if text.len() as u64 > MAX_BYTES {
+                let problem = format!(
+                    "{} bytes, of which at most {MAX_BYTES} would be read again",
+                    text.len()
+                );
+                return Err(io::Error::new(io::ErrorKind::FileTooLarge, problem));
+            }
             // The next try writes over the leftover of one that was cut off.
             let unfinished = self.directory.join(format!("{}{UNFINISHED}", record.uid));
             let mut file = File::create(&unfinished)?;
-            serde_json::to_writer_pretty(&mut file, record)?;
-            file.write_all(b"\n")?;
+            file.write_all(&text)?;
             file.sync_all()?;
             fs::rename(&unfinished, &path)?;
             File::open(&self.directory)?.sync_all()
@@ -206,87 +255,111 @@ impl Records {
         })
     }
 
-    /// Removes the record of a pod; there need be none.
+    /// Removes the record of a pod, one that was put aside too; there need be none.
     pub fn remove(&self, uid: &PodUid) -> Result<(), Error> {
-        let path = self.path(uid);
-        match fs::remove_file(&path) {
-            Err(source) if source.kind() != io::ErrorKind::NotFound => Err(Error {
-                operation: "remove",
-                path,
-                source,
-            }),
-            _ => Ok(()),
-        }
-    }
-
-    /// The pods that have records.
-    pub fn uids(&self) -> Vec<PodUid> {
-        self.files()
-            .iter()
-            .filter_map(|path| path.file_name()?.to_str()?.strip_suffix(SUFFIX)?.parse().ok())
-            .collect()
-    }
-
-    /// All records that can be read. One that cannot be is told and put aside (`.bad`): it stops neither the others nor the
-    /// agent.
-    pub fn load(&self) -> Vec<Record> {
-        let mut records = Vec::new();
-        for path in self.files() {
-            match read(&path) {
-                Ok(record) => records.push(record),
-                Err(error) => {
-                    tracing::error!(path = %path.display(), error = %Chain(&error), "bad record of a pod, put aside");
-                    let mut aside = path.clone().into_os_string();
-                    aside.push(ASIDE);
-                    if let Err(error) = fs::rename(&path, &aside) {
-                        tracing::warn!(path = %path.display(), %error, "cannot put the record aside");
-                    }
+        for path in [self.path(uid), self.aside(uid)] {
+            match fs::remove_file(&path) {
+                Err(source) if source.kind() != io::ErrorKind::NotFound => {
+                    return Err(Error {
+                        operation: "remove",
+                        path,
+                        source,
+                    });
                 }
+                _ => {}
             }
         }
-        records
+        Ok(())
     }
 
-    fn files(&self) -> Vec<PathBuf> {
-        let entries = match fs::read_dir(&self.directory) {
-            Ok(entries) => entries,
-            // `existing` has made none.
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Vec::new(),
-            Err(error) => {
-                tracing::error!(path = %self.directory.display(), %error, "cannot list the records of pods");
-                return Vec::new();
-            }
+    /// The pods that have records, usable or not.
+    pub fn uids(&self) -> Result<Vec<PodUid>, Error> {
+        let failed = |source| Error {
+            operation: "list",
+            path: self.directory.clone(),
+            source,
         };
-        let mut files: Vec<_> = entries
-            .filter_map(|entry| Some(entry.ok()?.path()))
-            .filter(|path| path.as_os_str().as_encoded_bytes().ends_with(SUFFIX.as_bytes()))
-            .collect();
-        files.sort();
-        files
+        let entries = match fs::read_dir(&self.directory) {
+            // `existing` has made none.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            entries => entries.map_err(failed)?,
+        };
+        let mut uids = Vec::new();
+        for entry in entries {
+            let name = entry.map_err(failed)?.file_name();
+            let name = name.to_str().map(|name| name.strip_suffix(ASIDE).unwrap_or(name));
+            let uid = name.and_then(|name| name.strip_suffix(SUFFIX)?.parse().ok());
+            uids.extend(uid);
+        }
+        uids.sort();
+        uids.dedup();
+        Ok(uids)
+    }
+
+    /// All that is remembered. A record that cannot be used is told, and stops neither the others nor the agent. What is no JSON is put
+    /// aside, for whoever wants to look at it, and tells of its pod all the same.
+    ///
+    /// # Errors
+    /// When the directory cannot be listed: nobody knows then which pods there are.
+    pub fn load(&self) -> Result<Vec<Remembered>, Error> {
+        let remembered = self.uids()?.into_iter().map(|uid| match self.read(&uid) {
+            Ok(record) => Remembered::Pod(Box::new(record)),
+            Err(error) => {
+                tracing::error!(
+                    %uid, path = %self.path(&uid).display(), error = %Chain(&error),
+                    "the record of a pod cannot be used: what is captured stays so, and its connections are refused until the pod is \
+                     added again or deleted"
+                );
+                if let Unusable::NotJson(_) = error
+                    && let Err(error) = fs::rename(self.path(&uid), self.aside(&uid))
+                {
+                    tracing::warn!(%uid, %error, "cannot put the record aside");
+                }
+                Remembered::Name(uid)
+            }
+        });
+        Ok(remembered.collect())
+    }
+
+    fn read(&self, uid: &PodUid) -> Result<Record, Unusable> {
+        let path = self.path(uid);
+        // A FIFO would hold up whoever opens it, and a device has no end.
+        let metadata = match fs::metadata(&path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(Unusable::Aside),
+            metadata => metadata?,
+        };
+        if !metadata.is_file() || metadata.len() > MAX_BYTES {
+            return Err(Unusable::Kind);
+        }
+        let mut text = Vec::new();
+        File::open(path)?.take(MAX_BYTES).read_to_end(&mut text)?;
+        let value: Value = serde_json::from_slice(&text).map_err(Unusable::NotJson)?;
+        let record: Record = serde_json::from_value(value).map_err(Unusable::Form)?;
+        if record.uid != uid.as_str() {
+            return Err(Unusable::Name(record.uid));
+        }
+        Ok(record)
     }
 }
 
-/// Longest file that is taken for a record.
+/// Longest record.
 const MAX_BYTES: u64 = 64 * 1024;
 
-fn read(path: &Path) -> io::Result<Record> {
-    let invalid = |reason: String| io::Error::new(io::ErrorKind::InvalidData, reason);
-    // A FIFO would hold up whoever opens it, and a device has no end.
-    let metadata = fs::metadata(path)?;
-    if !metadata.is_file() {
-        return Err(invalid("not a regular file".to_owned()));
-    }
-    if metadata.len() > MAX_BYTES {
-        return Err(invalid(format!("longer than {MAX_BYTES} bytes")));
-    }
-    let record: Record = serde_json::from_reader(io::BufReader::new(File::open(path)?.take(MAX_BYTES)))?;
-    if record.info().is_err() || path.file_stem().and_then(|stem| stem.to_str()) != Some(&record.uid) {
-        return Err(invalid(format!(
-            "names pod {:?}, which is not the file's name",
-            record.uid
-        )));
-    }
-    Ok(record)
+/// Why a record cannot be used.
+#[derive(Debug, thiserror::Error)]
+enum Unusable {
+    #[error(transparent)]
+    System(#[from] io::Error),
+    #[error("not a regular file of at most {MAX_BYTES} bytes")]
+    Kind,
+    #[error("not JSON")]
+    NotJson(#[source] serde_json::Error),
+    #[error("an earlier agent found it not to be JSON, and put it aside ({ASIDE})")]
+    Aside,
+    #[error("not in the form that this version knows")]
+    Form(#[source] serde_json::Error),
+    #[error("names pod {0:?}, which is not the file's name")]
+    Name(String),
 }
 
 #[cfg(test)]
@@ -323,37 +396,121 @@ mod tests {
         records.save(&b).unwrap();
         records.save(&a).unwrap();
         records.save(&a).unwrap();
-        assert_eq!(records.load(), [a.clone(), b.clone()]);
-        assert_eq!(records.uids(), [a.info().unwrap().uid, b.info().unwrap().uid]);
+        assert_eq!(records.load().unwrap(), [pod(&a), pod(&b)]);
+        assert_eq!(
+            records.uids().unwrap(),
+            [a.info().unwrap().uid, b.info().unwrap().uid]
+        );
         records.remove(&"a".parse().unwrap()).unwrap();
         records.remove(&"a".parse().unwrap()).unwrap();
-        assert_eq!(Records::open(state.path()).unwrap().load(), [b]);
+        assert_eq!(Records::open(state.path()).unwrap().load().unwrap(), [pod(&b)]);
+    }
+
+    fn pod(record: &Record) -> Remembered {
+        Remembered::Pod(Box::new(record.clone()))
     }
 
     #[test]
-    fn a_bad_file_is_put_aside_and_stops_nothing() {
+    fn a_record_that_cannot_be_used_still_tells_of_its_pod() {
         let state = tempfile::tempdir().unwrap();
         let records = Records::open(state.path()).unwrap();
         let good = Record::of(&add("good"));
         records.save(&good).unwrap();
         let directory = state.path().join("pods");
         let text = fs::read_to_string(directory.join("good.json")).unwrap();
+        let own = |uid: &str| text.replace("\"good\"", &format!("\"{uid}\""));
+        // The text, and whether it is put aside.
         let bad = [
-            ("empty", String::new()),
-            ("cut", text[..text.len() / 2].to_owned()),
-            ("other", text.clone()),
-            ("unknown", text.replacen("\"uid\"", "\"key\": 1, \"uid\"", 1)),
-            ("long", " ".repeat(65 * 1024) + &text),
+            ("cut", own("cut")[..text.len() / 2].to_owned(), true),
+            ("empty", String::new(), true),
+            ("form", own("form").replace("10.0.0.1", "elsewhere"), false),
+            (
+                "lacks",
+                own("lacks").replace("\"netnsIno\"", "\"netnsNumber\""),
+                false,
+            ),
+            ("long", " ".repeat(65 * 1024) + &own("long"), false),
+            ("other", text.clone(), false),
         ];
-        for (name, text) in &bad {
-            fs::write(directory.join(format!("{name}.json")), text).unwrap();
+        for (uid, text, _) in &bad {
+            fs::write(directory.join(format!("{uid}.json")), text).unwrap();
         }
         fs::create_dir(directory.join("directory.json")).unwrap();
-        assert_eq!(records.load(), [good]);
-        assert_eq!(records.uids().len(), 1);
-        for (name, _) in &bad {
-            assert!(directory.join(format!("{name}.json.bad")).exists(), "{name}");
+        fs::write(directory.join("no uid.json"), "").unwrap();
+        let name = |uid: &str| Remembered::Name(uid.parse().unwrap());
+        let expected = [
+            name("cut"),
+            name("directory"),
+            name("empty"),
+            name("form"),
+            pod(&good),
+            name("lacks"),
+            name("long"),
+            name("other"),
+        ];
+        // Neither does the agent after the next forget them.
+        for _ in 0..2 {
+            assert_eq!(records.load().unwrap(), expected);
+            for (uid, _, aside) in &bad {
+                let file = directory.join(format!("{uid}.json"));
+                assert_eq!(file.exists(), !aside, "{uid}");
+                assert_eq!(file.with_extension("json.bad").exists(), *aside, "{uid}");
+            }
         }
+        // They go with their pod.
+        for (uid, ..) in &bad {
+            records.remove(&uid.parse().unwrap()).unwrap();
+        }
+        assert_eq!(records.load().unwrap(), [name("directory"), pod(&good)]);
+    }
+
+    #[test]
+    fn what_a_later_version_adds_is_left_out() {
+        let state = tempfile::tempdir().unwrap();
+        let records = Records::open(state.path()).unwrap();
+        let record = Record::of(&add("a"));
+        records.save(&record).unwrap();
+        let file = state.path().join("pods/a.json");
+        let text = fs::read_to_string(&file).unwrap();
+        let later = text
+            .replacen("\"uid\"", "\"color\": {\"of\": [1]}, \"uid\"", 1)
+            .replacen(
+                "\"rules\": {",
+                "\"rules\": {\"excludeColors\": \"red\", \"excludeInboundPorts\": {\"new\": 1},",
+                1,
+            );
+        assert_ne!(later.matches("red").count() + later.matches("color").count(), 0);
+        fs::write(&file, later).unwrap();
+        assert_eq!(records.load().unwrap(), [pod(&record)]);
+    }
+
+    #[test]
+    fn what_would_not_be_read_again_is_not_written() {
+        let state = tempfile::tempdir().unwrap();
+        let records = Records::open(state.path()).unwrap();
+        let record = Record::of(&add("a"));
+        records.save(&record).unwrap();
+        let long = Record {
+            service_account: "x".repeat(65 * 1024),
+            ..record.clone()
+        };
+        let error = Chain(&records.save(&long).unwrap_err()).to_string();
+        assert!(
+            error.contains("pods/a.json: ") && error.contains("at most 65536"),
+            "{error}"
+        );
+        assert_eq!(records.load().unwrap(), [pod(&record)]);
+    }
+
+    #[test]
+    fn a_directory_that_cannot_be_listed_is_not_an_empty_one() {
+        let state = tempfile::tempdir().unwrap();
+        let records = Records::open(state.path()).unwrap();
+        fs::remove_dir(state.path().join("pods")).unwrap();
+        assert_eq!(records.load().unwrap(), []);
+        fs::write(state.path().join("pods"), "").unwrap();
+        records.load().unwrap_err();
+        records.uids().unwrap_err();
     }
 
     #[test]

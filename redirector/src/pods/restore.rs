@@ -13,10 +13,10 @@ use tracing::{info, warn};
 
 use super::{
     Error, OnFailure, PodAdd, PodEvent,
-    records::{Record, Records},
-    work::{blocking, is_absence},
+    records::{Records, Remembered},
+    work::blocking,
 };
-use crate::{mesh::pod::PodUid, sys::netns::Netns, telemetry::Chain};
+use crate::mesh::pod::PodUid;
 
 /// Time after which new pods no longer wait for old ones.
 const DEADLINE: Duration = Duration::from_secs(30);
@@ -33,20 +33,15 @@ enum Found {
 
 /// Sends the recorded pods, and returns when each was captured or failed. A failed one is tried again by the lifecycle; one
 /// whose namespace is gone is released by it, since it is not named.
-pub async fn restore(records: Records, events: mpsc::Sender<PodEvent>) {
+///
+/// # Errors
+/// When the records cannot be had. Then no end of the snapshot is sent: all pods would be taken for gone, and released.
+pub async fn restore(records: Records, events: mpsc::Sender<PodEvent>) -> Result<(), Error> {
     let find = move || {
-        Ok(records
-            .load()
-            .into_iter()
-            .map(|record| find(&record))
-            .collect::<Vec<_>>())
+        let remembered = records.load().map_err(Error::Record)?;
+        Ok(remembered.into_iter().map(find).collect::<Vec<_>>())
     };
-    let found = blocking("read the records of pods", find)
-        .await
-        .unwrap_or_else(|error| {
-            warn!(error = %Chain(&error), "cannot restore the pods of an earlier agent");
-            Vec::new()
-        });
+    let found = blocking("read the records of pods", find).await?;
     let mut answers = JoinSet::new();
     for found in found {
         let (reply, answer) = oneshot::channel();
@@ -56,7 +51,7 @@ pub async fn restore(records: Records, events: mpsc::Sender<PodEvent>) {
             Found::Gone => continue,
         };
         if events.send(event).await.is_err() {
-            return;
+            return Ok(());
         }
         answers.spawn(answer);
     }
@@ -77,9 +72,14 @@ pub async fn restore(records: Records, events: mpsc::Sender<PodEvent>) {
     if events.send(PodEvent::SnapshotSent(reply)).await.is_ok() {
         let _: Result<Result<(), Error>, _> = answer.await;
     }
+    Ok(())
 }
 
-fn find(record: &Record) -> Found {
+fn find(remembered: Remembered) -> Found {
+    let record = match remembered {
+        Remembered::Pod(record) => record,
+        Remembered::Name(uid) => return Found::Unknown(uid),
+    };
     // The records that are loaded have usable UIDs.
     let Ok(info) = record.info() else {
         return Found::Gone;
@@ -88,9 +88,8 @@ fn find(record: &Record) -> Found {
     let Some(path) = record.netns_path() else {
         return Found::Gone;
     };
-    let opened = Netns::open(path).and_then(|netns| Ok((netns.cookie()?, netns)));
-    match opened {
-        Ok((cookie, netns)) if record.is_of(netns.id(), cookie) => Found::Pod(Box::new(PodAdd {
+    match record.namespace() {
+        Ok(Some(netns)) => Found::Pod(Box::new(PodAdd {
             info,
             netns: Arc::new(netns),
             netns_path: Some(path.to_owned()),
@@ -98,13 +97,13 @@ fn find(record: &Record) -> Found {
             rules: Box::new(record.rules().clone()),
             on_failure: OnFailure::Retry,
         })),
-        Err(error) if !is_absence(&error) => {
-            warn!(uid = %info.uid, netns = %path.display(), %error, "cannot open the namespace of a recorded pod");
-            Found::Unknown(info.uid)
-        }
-        _ => {
+        Ok(None) => {
             info!(uid = %info.uid, netns = %path.display(), "the namespace of a recorded pod is gone");
             Found::Gone
+        }
+        Err(error) => {
+            warn!(uid = %info.uid, netns = %path.display(), %error, "cannot open the namespace of a recorded pod");
+            Found::Unknown(info.uid)
         }
     }
 }
@@ -113,8 +112,8 @@ fn find(record: &Record) -> Found {
 mod tests {
     use std::path::{Path, PathBuf};
 
-    use super::*;
-    use crate::mesh::pod::PodInfo;
+    use super::{super::records::Record, *};
+    use crate::{mesh::pod::PodInfo, sys::netns::Netns};
 
     fn save(records: &Records, uid: &str, netns_path: Option<PathBuf>) {
         let info = PodInfo {
@@ -150,6 +149,7 @@ mod tests {
         save(&records, "unmounted", Some(plain_file));
         save(&records, "unreadable", Some(endless));
         save(&records, "came-over-zds", None);
+        std::fs::write(state.path().join("pods/damaged.json"), "{").unwrap();
 
         let (events, mut receiver) = mpsc::channel(8);
         let task = tokio::spawn(restore(records, events));
@@ -168,8 +168,8 @@ mod tests {
             named.push(name);
             reply.send(Ok(())).unwrap();
         }
-        task.await.unwrap();
-        assert_eq!(named, ["add there", "keep unreadable", "end"]);
+        task.await.unwrap().unwrap();
+        assert_eq!(named, ["keep damaged", "add there", "keep unreadable", "end"]);
     }
 
     #[tokio::test(start_paused = true)]
@@ -186,7 +186,18 @@ mod tests {
             panic!()
         };
         reply.send(Ok(())).unwrap();
-        task.await.unwrap();
+        task.await.unwrap().unwrap();
         drop(unanswered);
+    }
+
+    #[tokio::test]
+    async fn without_records_nobody_is_taken_for_gone() {
+        let state = tempfile::tempdir().unwrap();
+        let records = Records::open(state.path()).unwrap();
+        std::fs::remove_dir(state.path().join("pods")).unwrap();
+        std::fs::write(state.path().join("pods"), "").unwrap();
+        let (events, mut receiver) = mpsc::channel(8);
+        restore(records, events).await.unwrap_err();
+        assert!(receiver.recv().await.is_none());
     }
 }

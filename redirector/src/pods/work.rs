@@ -252,7 +252,7 @@ impl<L: Launch> Worker<L> {
     /// The pods for which something is in place or recorded. Blocking.
     pub(super) fn known(&self) -> Result<Vec<PodUid>, Error> {
         let mut uids = self.redirector.attached().map_err(Error::Attach)?;
-        uids.extend(self.records.uids());
+        uids.extend(self.records.uids().map_err(Error::Record)?);
         uids.sort();
         uids.dedup();
         Ok(uids)

@@ -370,7 +370,8 @@ fn retried(add: PodAdd) -> PodAdd {
 }
 
 fn uids(records: &Records) -> Vec<String> {
-    records.uids().iter().map(ToString::to_string).collect()
+    let uids = records.uids().unwrap();
+    uids.iter().map(ToString::to_string).collect()
 }
 
 #[tokio::test]
