@@ -79,7 +79,7 @@ struct Entry<P> {
     pod: Option<Captured<P>>,
     job: Option<Job>,
     queue: VecDeque<(Request, Option<Reply>)>,
-    /// To be tried again, and why it failed.
+    /// What was wanted last, if it is to be tried again, and why it failed. A success or a delete ends it.
     retry: Option<(PodAdd, String)>,
     /// What the last look at the capture found to be wrong, and could not mend; or what is wrong with the newest rules.
     fault: Option<String>,
@@ -374,8 +374,9 @@ impl<L: Launch> Lifecycle<L> {
                         .spawn(async move { Finished::Pod(Box::new(worker.delete(old, uid).await)) })
                 }
             };
-            // A newer request makes an older one's retry moot.
-            entry.retry = None;
+            if matches!(request, Request::Delete(_)) {
+                entry.retry = None;
+            }
             if !matches!(request, Request::Check(_)) {
                 entry.fault = None;
             }
@@ -427,6 +428,7 @@ impl<L: Launch> Lifecycle<L> {
         match (request, &result) {
             (Request::Add(_), Ok(())) => {
                 self.metrics.started.inc();
+                entry.retry = None;
             }
             (Request::Add(add), Err(error)) => {
                 self.metrics.failed.inc();
@@ -440,8 +442,17 @@ impl<L: Launch> Lifecycle<L> {
                         };
                         entry.queue.push_front((Request::Delete(delete), None));
                     }
-                    (OnFailure::Retry, _) if entry.queue.is_empty() => {
-                        entry.retry = Some((add, Chain(error).to_string()));
+                    // A wrong event says nothing of what was wanted before it.
+                    (OnFailure::Report, error) if error.is_of_the_event() => {}
+                    // A pod that is captured as before is left so: each try would end its connections.
+                    (on_failure, _) if entry.pod.is_none() => {
+                        if on_failure == OnFailure::Retry || entry.retry.is_some() {
+                            let add = PodAdd {
+                                on_failure: OnFailure::Retry,
+                                ..add
+                            };
+                            entry.retry = Some((add, Chain(error).to_string()));
+                        }
                     }
                     _ => {}
                 }
@@ -610,6 +621,12 @@ impl<P> Entry<P> {
         !same_path && named.id != Some(add.netns.id())
     }
 
+    /// What is not as it should be with a captured pod.
+    fn lacks(&self) -> Option<String> {
+        let untaken = || self.retry.as_ref().map(|(_, error)| error.clone());
+        self.fault.clone().or_else(untaken)
+    }
+
     fn status(&self, uid: &PodUid) -> Option<PodStatus> {
         let job = self.job.as_ref().map(|job| &job.request);
         let queued = self.queue.iter().map(|(request, _)| request);
@@ -620,8 +637,8 @@ impl<P> Entry<P> {
         let captured = self.pod.as_ref().map(|pod| &pod.add);
         let (add, state, error) = match (job, captured, &self.retry) {
             (Some(Request::Add(add)), _, _) => (add, State::Starting, None),
-            (Some(Request::Check(add)), _, _) => (add, State::Captured, self.fault.clone()),
-            (None, Some(captured), _) => (captured, State::Captured, self.fault.clone()),
+            (Some(Request::Check(add)), _, _) => (add, State::Captured, self.lacks()),
+            (None, Some(captured), _) => (captured, State::Captured, self.lacks()),
             (None, None, Some((add, error))) => (add, State::NotCaptured, Some(error.clone())),
             (Some(Request::Delete(_)), _, _) | (None, None, None) => (requested?, State::Stopping, None),
         };

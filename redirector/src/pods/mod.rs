@@ -181,3 +181,16 @@ pub enum Error {
     #[error("the agent is stopping")]
     Stopping,
 }
+
+impl Error {
+    /// Whether another event for the same pod may do where this one failed.
+    fn is_of_the_event(&self) -> bool {
+        matches!(
+            self,
+            Self::NodeNamespace { .. }
+                | Self::AddressNotFound { .. }
+                | Self::NamespaceGone { .. }
+                | Self::Identity { .. }
+        )
+    }
+}

@@ -21,6 +21,7 @@ use crate::{
 };
 
 mod looks;
+mod retries;
 
 const NODE: u64 = 1;
 
@@ -588,47 +589,6 @@ async fn what_is_asked_of_a_busy_pod_waits_and_other_pods_do_not() {
             "start a",
             "attach a"
         ]
-    );
-}
-
-#[tokio::test(start_paused = true)]
-async fn a_failed_pod_is_tried_again_until_it_works_or_goes() {
-    let mut agent = Agent::synced().await;
-    agent.world.fault("attach a");
-    agent.world.fault("attach b");
-    for add in [pod("a", 2), pod("b", 3)] {
-        agent.add(retried(add)).await.unwrap_err();
-    }
-    agent.until(&["a NotCaptured", "b NotCaptured"]).await;
-    assert!(
-        agent.status.borrow().pods[0]
-            .error
-            .as_ref()
-            .unwrap()
-            .contains("attach a: no")
-    );
-    agent.delete("b", None).await.unwrap();
-    agent.until(&["a NotCaptured"]).await;
-    agent.world.mend();
-    agent.until(&["a Captured"]).await;
-}
-
-#[tokio::test(start_paused = true)]
-async fn a_pod_whose_namespace_went_is_not_tried_for_ever() {
-    let mut agent = Agent::synced().await;
-    agent.world.attached.lock().unwrap().insert("a".parse().unwrap());
-    let gone = PodAdd {
-        netns_path: Some("/nonexistent/netns".into()),
-        ..retried(pod("a", 2))
-    };
-    agent.add(gone).await.unwrap_err();
-    agent.left_attached(&[]).await;
-    agent.until(&[]).await;
-    // Once by the add, and once more if the look for leftovers after the snapshot was later than the test.
-    let log = agent.world.log();
-    assert!(
-        !log.is_empty() && log.iter().all(|step| step == "forget a"),
-        "{log:?}"
     );
 }
 
