@@ -7,7 +7,6 @@
 use std::{
     collections::BTreeMap,
     fs, io,
-    os::unix::fs::FileTypeExt,
     path::{Path, PathBuf},
 };
 
@@ -15,7 +14,10 @@ use crate::{
     config::{Config, PodSource},
     identity::dev_ca,
     mesh::pod::PodUid,
-    pods::records::{Record, Records, Remembered},
+    pods::{
+        cni_server::{self, BindError},
+        records::{Record, Records, Remembered},
+    },
     redirect::{self, Leftovers},
     sys::lock::{DirectoryLock, LockError},
     telemetry::Chain,
@@ -84,12 +86,7 @@ pub fn run(config: &Config, remove_ca: bool) -> Result<Report, Error> {
     let _pins = lock(&config.bpffs_dir, "--bpffs-dir")?;
     let mut report = Report::default();
     let leftovers = redirect::leftovers(&config.bpffs_dir, config.iptables());
-    release_pods(&mut report, &Records::existing(&config.state_dir), &leftovers);
-    for backend in &leftovers {
-        for error in backend.remove_shared().err().into_iter().flatten() {
-            report.failed(Chain(&error).to_string());
-        }
-    }
+    release(&mut report, &Records::existing(&config.state_dir), &leftovers);
     remove_files(&mut report, config, remove_ca);
     Ok(report)
 }
@@ -105,7 +102,9 @@ fn lock(path: &Path, flag: &'static str) -> Result<Option<DirectoryLock>, Error>
     }
 }
 
-fn release_pods(report: &mut Report, records: &Records, leftovers: &[Box<dyn Leftovers>]) {
+/// Releases all pods, and removes what they share. What leads to a pod stays until the pod is clean: its record, and with all that is
+/// shared what a backend has of it.
+fn release(report: &mut Report, records: &Records, leftovers: &[Box<dyn Leftovers>]) {
     let remembered = records.load().unwrap_or_else(|error| {
         report.failed(Chain(&error).to_string());
         Vec::new()
@@ -117,31 +116,45 @@ fn release_pods(report: &mut Report, records: &Records, leftovers: &[Box<dyn Lef
             Remembered::Name(uid) => pods.extend([(uid, None)]),
         }
     }
-    for backend in leftovers {
-        match backend.pods() {
-            Ok(uids) => uids.into_iter().for_each(|uid| {
-                pods.entry(uid).or_default();
-            }),
-            Err(error) => report.failed(Chain(&error).to_string()),
+    let mut clean = vec![true; leftovers.len()];
+    for (backend, clean) in leftovers.iter().zip(&mut clean) {
+        let found = backend.pods().unwrap_or_else(|error| {
+            report.failed(Chain(&error).to_string());
+            *clean = false;
+            Vec::new()
+        });
+        for uid in found {
+            pods.entry(uid).or_default();
         }
     }
     for (uid, record) in pods {
-        let netns = record.and_then(|record| record.namespace().ok().flatten());
-        let errors: Vec<_> = leftovers
-            .iter()
-            .filter_map(|backend| backend.remove(&uid, netns.as_ref()).err())
-            .flatten()
-            .collect();
-        let whole = errors.is_empty();
-        for error in errors {
-            report.failed(format!("pod {uid}: {}", Chain(&error)));
+        let netns = match record.map_or(Ok(None), |record| record.namespace()) {
+            Ok(netns) => netns,
+            Err(error) => {
+                report.failed(format!(
+                    "pod {uid}: its namespace cannot be opened, and nothing of it is removed: {error}"
+                ));
+                clean.fill(false);
+                continue;
+            }
+        };
+        let mut whole = true;
+        for (backend, clean) in leftovers.iter().zip(&mut clean) {
+            for error in backend.remove(&uid, netns.as_ref()).err().into_iter().flatten() {
+                report.failed(format!("pod {uid}: {}", Chain(&error)));
+                (whole, *clean) = (false, false);
+            }
         }
         if whole {
-            // A record is the only way to a pod whose pins are gone: it stays until the pod is clean.
             match records.remove(&uid) {
                 Ok(()) => report.released += 1,
                 Err(error) => report.failed(Chain(&error).to_string()),
             }
+        }
+    }
+    for (backend, _) in leftovers.iter().zip(clean).filter(|(_, clean)| *clean) {
+        for error in backend.remove_shared().err().into_iter().flatten() {
+            report.failed(Chain(&error).to_string());
         }
     }
 }
@@ -152,9 +165,10 @@ fn remove_files(report: &mut Report, config: &Config, remove_ca: bool) {
         report.tried("removing", &path, result);
     }
     if let PodSource::Cni(socket) = &config.pods {
-        let is_socket = fs::symlink_metadata(socket).is_ok_and(|found| found.file_type().is_socket());
-        if is_socket {
-            report.tried("removing", socket, fs::remove_file(socket));
+        match cni_server::remove_stale(socket) {
+            // What is no socket is not ours.
+            Ok(()) | Err(BindError::NotASocket { .. }) => {}
+            Err(error) => report.failed(Chain(&error).to_string()),
         }
     }
     if remove_ca {
@@ -166,5 +180,137 @@ fn remove_files(report: &mut Report, config: &Config, remove_ca: bool) {
         // The development CA's key, or what is not ours.
         Err(error) if error.kind() == io::ErrorKind::DirectoryNotEmpty => {}
         result => report.tried("removing", &config.state_dir, result),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    };
+
+    use super::*;
+    use crate::{
+        mesh::pod::PodInfo,
+        pods::{OnFailure, PodAdd},
+        redirect,
+        sys::netns::Netns,
+    };
+
+    /// A backend with something in each of its pods, which it cannot remove while it is `stuck`.
+    struct Backend {
+        pods: Vec<PodUid>,
+        stuck: Arc<AtomicBool>,
+        shared: Arc<AtomicBool>,
+    }
+
+    impl Backend {
+        fn new(pods: &[&str]) -> Self {
+            Self {
+                pods: pods.iter().map(|uid| uid.parse().unwrap()).collect(),
+                stuck: Arc::default(),
+                shared: Arc::new(AtomicBool::new(true)),
+            }
+        }
+    }
+
+    impl Leftovers for Backend {
+        fn backend(&self) -> &'static str {
+            "test"
+        }
+
+        fn pods(&self) -> Result<Vec<PodUid>, redirect::Error> {
+            Ok(self.pods.clone())
+        }
+
+        fn remove(&self, uid: &PodUid, _: Option<&Netns>) -> Result<(), Vec<redirect::Error>> {
+            if self.stuck.load(Ordering::Relaxed) && self.pods.contains(uid) {
+                return Err(vec![redirect::Error::new("removing a rule", "no")]);
+            }
+            Ok(())
+        }
+
+        fn remove_shared(&self) -> Result<(), Vec<redirect::Error>> {
+            self.shared.store(false, Ordering::Relaxed);
+            Ok(())
+        }
+    }
+
+    fn record(uid: &str, netns_path: &Path) -> Record {
+        Record::of(&PodAdd {
+            info: PodInfo {
+                uid: uid.parse().unwrap(),
+                name: uid.to_owned(),
+                namespace: "shop".into(),
+                service_account: "sa".into(),
+            },
+            netns: Arc::new(Netns::current().unwrap()),
+            netns_path: Some(netns_path.to_owned()),
+            addresses: Vec::new(),
+            rules: Box::default(),
+            on_failure: OnFailure::Report,
+        })
+    }
+
+    fn released(records: &Records, leftovers: &[Box<dyn Leftovers>]) -> Report {
+        let mut report = Report::default();
+        release(&mut report, records, leftovers);
+        report
+    }
+
+    #[test]
+    fn what_leads_to_a_pod_stays_until_the_pod_is_clean() {
+        let state = tempfile::tempdir().unwrap();
+        let records = Records::open(state.path()).unwrap();
+        let gone = Path::new("/nonexistent/netns");
+        records.save(&record("a", gone)).unwrap();
+        records.save(&record("b", gone)).unwrap();
+        let (stuck, idle) = (Backend::new(&["a", "unrecorded"]), Backend::new(&[]));
+        stuck.stuck.store(true, Ordering::Relaxed);
+        let (switch, shared) = (
+            Arc::clone(&stuck.stuck),
+            [&stuck, &idle].map(|backend| Arc::clone(&backend.shared)),
+        );
+        let there = || shared.each_ref().map(|shared| shared.load(Ordering::Relaxed));
+        let leftovers: [Box<dyn Leftovers>; 2] = [Box::new(stuck), Box::new(idle)];
+        for pods in [1, 0] {
+            let report = released(&records, &leftovers);
+            assert_eq!(report.released, pods, "the other pod is no hindrance");
+            assert_eq!(
+                report.failures,
+                [
+                    "pod a: removing a rule: no",
+                    "pod unrecorded: removing a rule: no"
+                ],
+                "whenever it is tried"
+            );
+            assert_eq!(records.uids().unwrap(), ["a".parse().unwrap()]);
+            assert_eq!(there(), [true, false]);
+        }
+        switch.store(false, Ordering::Relaxed);
+        let report = released(&records, &leftovers);
+        assert_eq!((report.released, report.failures), (2, vec![]));
+        assert_eq!(records.uids().unwrap(), []);
+        assert_eq!(there(), [false, false]);
+    }
+
+    #[test]
+    fn a_namespace_that_cannot_be_opened_is_not_taken_for_gone() {
+        let state = tempfile::tempdir().unwrap();
+        let records = Records::open(state.path()).unwrap();
+        let endless = state.path().join("endless");
+        std::os::unix::fs::symlink(&endless, &endless).unwrap();
+        records.save(&record("a", &endless)).unwrap();
+        let backend = Backend::new(&["a"]);
+        let shared = Arc::clone(&backend.shared);
+        let leftovers: [Box<dyn Leftovers>; 1] = [Box::new(backend)];
+        let report = released(&records, &leftovers);
+        assert!(
+            report.failures[0].contains("pod a: its namespace cannot be opened"),
+            "{report:?}"
+        );
+        assert!(shared.load(Ordering::Relaxed));
+        assert_eq!(records.uids().unwrap().len(), 1);
     }
 }

@@ -6,10 +6,7 @@
 
 use std::{
     fs, io,
-    os::unix::{
-        fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt},
-        net::UnixStream,
-    },
+    os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt},
     path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
@@ -17,6 +14,7 @@ use std::{
 
 use bytes::Bytes;
 use http::{Method, Request, StatusCode};
+use socket2::{Domain, SockAddr, Socket, Type};
 use tokio::{
     net::UnixListener,
     sync::{mpsc, oneshot},
@@ -104,26 +102,7 @@ impl CniServer {
                 .create(directory)
                 .map_err(failed("create directory of"))?;
         }
-        match fs::symlink_metadata(path) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            Err(error) => return Err(failed("look at")(error)),
-            Ok(metadata) if !metadata.file_type().is_socket() => {
-                return Err(BindError::NotASocket {
-                    path: path.to_owned(),
-                });
-            }
-            Ok(_) => match UnixStream::connect(path) {
-                Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
-                    fs::remove_file(path).map_err(failed("remove stale socket"))?;
-                }
-                Ok(_) => {
-                    return Err(BindError::InUse {
-                        path: path.to_owned(),
-                    });
-                }
-                Err(error) => return Err(failed("connect to existing socket")(error)),
-            },
-        }
+        remove_stale(path)?;
         let listener = UnixListener::bind(path).map_err(failed("listen at"))?;
         fs::set_permissions(path, fs::Permissions::from_mode(0o660)).map_err(failed("set mode of"))?;
         let metadata = fs::symlink_metadata(path).map_err(failed("look at"))?;
@@ -149,6 +128,44 @@ impl CniServer {
         };
         serve(Listener::Unix(listener), LIMITS, stop, handle).await;
         drop(file);
+    }
+}
+
+/// Removes the socket's file that a killed agent has left; there need be none.
+///
+/// # Errors
+/// When somebody serves it, or it is no socket.
+pub fn remove_stale(path: &Path) -> Result<(), BindError> {
+    let failed = |operation| {
+        move |source| BindError::System {
+            operation,
+            path: path.to_owned(),
+            source,
+        }
+    };
+    match fs::symlink_metadata(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(failed("look at")(error)),
+        Ok(metadata) if !metadata.file_type().is_socket() => {
+            return Err(BindError::NotASocket {
+                path: path.to_owned(),
+            });
+        }
+        Ok(_) => {}
+    }
+    // Does not wait: of one that accepts nothing any more, the queue may be full.
+    let connected = Socket::new(Domain::UNIX, Type::STREAM.nonblocking(), None)
+        .and_then(|socket| socket.connect(&SockAddr::unix(path)?));
+    match connected {
+        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+            fs::remove_file(path).map_err(failed("remove stale socket"))
+        }
+        Err(error) if error.kind() != io::ErrorKind::WouldBlock => {
+            Err(failed("connect to existing socket")(error))
+        }
+        _ => Err(BindError::InUse {
+            path: path.to_owned(),
+        }),
     }
 }
 

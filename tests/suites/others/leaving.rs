@@ -3,11 +3,12 @@
 use std::{collections::BTreeSet, fs, process::Command, time::Duration};
 
 use redirector_tests::{
-    agent::{Options, Redirect},
+    agent::{self, Options, Redirect},
     app::{self, App},
     footprint::{Footprint, Objects, alive, netns_links, pinned_below},
     mesh::{Mesh, PORT},
     node::{Family, Pod},
+    process,
     suite::{Case, case},
     wait,
     workloads::Workloads,
@@ -58,6 +59,10 @@ pub(crate) fn cases() -> Vec<Case> {
     cases.push(case(
         "uninstall_goes_on_after_a_failure",
         uninstall_goes_on_after_a_failure,
+    ));
+    cases.push(case(
+        "uninstall_leaves_the_socket_of_another_agent",
+        uninstall_leaves_the_socket_of_another_agent,
     ));
     cases.push(case("uninstall_of_nothing_is_fine", uninstall_of_nothing_is_fine));
     cases
@@ -225,6 +230,29 @@ fn uninstall_goes_on_after_a_failure() {
     let (status, output) = mesh.agent.uninstall(&mesh.node, &[]);
     assert!(status.success(), "{output}");
     assert!(!pods.exists());
+}
+
+/// The agent that serves it has other directories.
+fn uninstall_leaves_the_socket_of_another_agent() {
+    let mesh = Mesh::hbone(Options::default());
+    let mut uninstall = process::command(&mesh.node.host.ns, agent::binary().unwrap());
+    uninstall.arg("uninstall");
+    for (flag, file) in [
+        ("--cni-socket", "cni.sock"),
+        ("--state-dir", "another-state"),
+        ("--bpffs-dir", "another-bpf"),
+    ] {
+        uninstall.arg(flag).arg(mesh.node.directory().join(file));
+    }
+    let (status, output) = process::output(&mut uninstall, Duration::from_secs(30));
+    assert_eq!(status.code(), Some(1), "{output}");
+    assert!(
+        output.contains("cni.sock is served by a running agent"),
+        "{output}"
+    );
+    mesh.agent.release(&mesh.client);
+    mesh.agent.enrol(&mesh.client);
+    hbone_works(&mesh);
 }
 
 fn uninstall_of_nothing_is_fine() {

@@ -243,6 +243,8 @@ async fn the_socket_is_ours_alone() {
     let server = CniServer::bind(&path).unwrap();
     assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o7777, 0o660);
     assert!(matches!(CniServer::bind(&path), Err(BindError::InUse { .. })));
+    assert!(matches!(remove_stale(&path), Err(BindError::InUse { .. })));
+    assert!(path.exists());
 
     // What an agent that was killed leaves.
     std::mem::forget(server.file);
@@ -264,4 +266,27 @@ async fn the_socket_is_ours_alone() {
         Err(BindError::NotASocket { .. })
     ));
     assert_eq!(fs::read_to_string(&path).unwrap(), "data");
+}
+
+/// A server that hangs has a queue, which is full some time.
+#[test]
+fn a_server_that_accepts_nothing_is_one() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("cni.sock");
+    let server = Socket::new(Domain::UNIX, Type::STREAM, None).unwrap();
+    let address = SockAddr::unix(&path).unwrap();
+    server.bind(&address).unwrap();
+    server.listen(0).unwrap();
+    let client = || {
+        let client = Socket::new(Domain::UNIX, Type::STREAM.nonblocking(), None).unwrap();
+        client.connect(&address).map(|()| client)
+    };
+    let mut clients = Vec::new();
+    while let Ok(client) = client() {
+        clients.push(client);
+    }
+    assert!(matches!(remove_stale(&path), Err(BindError::InUse { .. })));
+    drop(server);
+    remove_stale(&path).unwrap();
+    assert!(!path.exists());
 }
