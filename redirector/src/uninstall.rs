@@ -248,7 +248,7 @@ mod tests {
             netns: Arc::new(Netns::current().unwrap()),
             netns_path: Some(netns_path.to_owned()),
             addresses: Vec::new(),
-            rules: Box::default(),
+            rules: None,
             on_failure: OnFailure::Report,
         })
     }

@@ -5,7 +5,6 @@
 //! be reached ADD fails, so that no pod runs outside the mesh unnoticed.
 
 use std::{
-    collections::BTreeMap,
     io::{self, Read, Write},
     net::IpAddr,
     os::{fd::OwnedFd, unix::net::UnixStream},
@@ -241,7 +240,7 @@ fn event(environment: Environment<'_>) -> Result<Event, Error> {
             .transpose()
             .map_err(|error| invalid(format!("has an unusable K8S_POD_UID: {error}")))?,
         service_account: None,
-        annotations: BTreeMap::new(),
+        annotations: None,
     })
 }
 

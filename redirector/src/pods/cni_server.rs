@@ -257,7 +257,8 @@ impl Handler {
         let event = Event::parse(body)?;
         let path = event.netns.clone().ok_or(wire::Error::Missing { key: "Netns" })?;
         let uid = uid(&event)?;
-        let rules = Overrides::from_annotations(&event.annotations)?;
+        let rules = event.annotations.as_ref().map(Overrides::from_annotations);
+        let rules = rules.transpose()?.map(Box::new);
         let Event {
             name,
             namespace,
@@ -283,7 +284,7 @@ impl Handler {
             netns: Arc::new(netns),
             netns_path: Some(path),
             addresses: addresses.iter().map(|address| address.ip).collect(),
-            rules: Box::new(rules),
+            rules,
             on_failure: OnFailure::Report,
         };
         self.carry_out(|reply| PodEvent::Add(add, reply)).await

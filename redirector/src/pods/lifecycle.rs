@@ -26,7 +26,12 @@ use super::{
     status::{Metrics, PodStatus, State, Status},
     work::{Captured, Done, Worker, blocking},
 };
-use crate::{mesh::pod::PodUid, redirect::Redirector, sys::netns::NetnsId, telemetry::Chain};
+use crate::{
+    mesh::pod::PodUid,
+    redirect::{Redirector, overrides::Overrides},
+    sys::netns::NetnsId,
+    telemetry::Chain,
+};
 
 /// Time between tries to capture a pod that failed. ztunnel's.
 const RETRY_INTERVAL: Duration = Duration::from_secs(5);
@@ -344,12 +349,15 @@ impl<L: Launch> Lifecycle<L> {
             if entry.job.is_some() {
                 return;
             }
-            let Some((request, reply)) = entry.queue.pop_front() else {
+            let Some((mut request, reply)) = entry.queue.pop_front() else {
                 if entry.pod.is_none() && entry.retry.is_none() {
                     self.table.remove(uid);
                 }
                 return;
             };
+            if let Request::Add(add) = &mut request {
+                add.rules = add.rules.take().or_else(|| entry.rules());
+            }
             let worker = Arc::clone(&self.worker);
             let spawned = match &request {
                 Request::Delete(delete) if entry.is_late(delete) => {
@@ -619,6 +627,12 @@ impl<P> Entry<P> {
         let Some(add) = add else { return false };
         let same_path = add.netns_path.as_ref().is_none_or(|path| *path == named.path);
         !same_path && named.id != Some(add.netns.id())
+    }
+
+    /// What the pod said last of its own rules, so far as it is known here.
+    fn rules(&self) -> Option<Box<Overrides>> {
+        let wanted = self.retry.as_ref().and_then(|(add, _)| add.rules.clone());
+        wanted.or_else(|| self.pod.as_ref()?.add.rules.clone())
     }
 
     /// What is not as it should be with a captured pod.

@@ -38,8 +38,8 @@ pub struct PodAdd {
     pub netns_path: Option<PathBuf>,
     /// The addresses its event named; empty when the event has none (ZDS).
     pub addresses: Vec<IpAddr>,
-    /// What it says of its own rules.
-    pub rules: Box<Overrides>,
+    /// What it says of its own rules; `None` where the event does not tell, and what was told before holds.
+    pub rules: Option<Box<Overrides>>,
     /// What happens when it fails.
     pub on_failure: OnFailure,
 }

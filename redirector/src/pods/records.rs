@@ -83,7 +83,7 @@ impl Record {
             netns_cookie: add.netns.cookie().ok().flatten(),
             boot_id: boot_id(),
             addresses: add.addresses.clone(),
-            rules: (*add.rules).clone(),
+            rules: add.rules.as_deref().cloned().unwrap_or_default(),
         }
     }
 
@@ -321,6 +321,13 @@ impl Records {
         Ok(remembered.collect())
     }
 
+    /// What a pod said of its rules when it was recorded, if it was so in this namespace.
+    pub fn rules_of(&self, uid: &PodUid, netns: &Netns) -> Option<Box<Overrides>> {
+        let record = self.read(uid).ok()?;
+        let same = record.is_of(netns.id(), netns.cookie().ok().flatten());
+        same.then(|| Box::new(record.rules))
+    }
+
     fn read(&self, uid: &PodUid) -> Result<Record, Unusable> {
         let path = self.path(uid);
         // A FIFO would hold up whoever opens it, and a device has no end.
@@ -380,10 +387,10 @@ mod tests {
             netns: Arc::new(Netns::current().unwrap()),
             netns_path: Some("/var/run/netns/x".into()),
             addresses: vec!["10.0.0.1".parse().unwrap(), "fd00::1".parse().unwrap()],
-            rules: Box::new(Overrides {
+            rules: Some(Box::new(Overrides {
                 exclude_outbound_ports: Some("22,80-90".parse().unwrap()),
                 ..Overrides::default()
-            }),
+            })),
             on_failure: OnFailure::Report,
         }
     }

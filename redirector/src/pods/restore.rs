@@ -94,7 +94,7 @@ fn find(remembered: Remembered) -> Found {
             netns: Arc::new(netns),
             netns_path: Some(path.to_owned()),
             addresses: record.addresses().to_vec(),
-            rules: Box::new(record.rules().clone()),
+            rules: Some(Box::new(record.rules().clone())),
             on_failure: OnFailure::Retry,
         })),
         Ok(None) => {
@@ -129,7 +129,7 @@ mod tests {
             netns,
             netns_path,
             addresses,
-            rules: Box::default(),
+            rules: None,
             on_failure: OnFailure::Report,
         };
         records.save(&Record::of(&add)).unwrap();

@@ -29,8 +29,8 @@ pub struct Event {
     pub uid: Option<PodUid>,
     /// Service account (`ServiceAccount`), when the sender knows it.
     pub service_account: Option<String>,
-    /// Annotations (`Annotations`), when the sender knows them.
-    pub annotations: BTreeMap<String, String>,
+    /// Annotations (`Annotations`), when the sender knows them: none are not the same as unknown ones.
+    pub annotations: Option<BTreeMap<String, String>>,
 }
 
 /// An address of a pod.
@@ -121,8 +121,8 @@ impl Event {
         if let Some(service_account) = &self.service_account {
             event["ServiceAccount"] = service_account.as_str().into();
         }
-        if !self.annotations.is_empty() {
-            event["Annotations"] = json!(self.annotations);
+        if let Some(annotations) = &self.annotations {
+            event["Annotations"] = json!(annotations);
         }
         event.to_string()
     }
@@ -205,9 +205,9 @@ fn addresses(object: &Map<String, Value>) -> Result<Vec<Address>, Error> {
         .collect()
 }
 
-fn annotations(object: &Map<String, Value>) -> Result<BTreeMap<String, String>, Error> {
+fn annotations(object: &Map<String, Value>) -> Result<Option<BTreeMap<String, String>>, Error> {
     let Some(value) = field(object, "Annotations") else {
-        return Ok(BTreeMap::new());
+        return Ok(None);
     };
     let expected = "an object of texts";
     let map = value
@@ -218,7 +218,8 @@ fn annotations(object: &Map<String, Value>) -> Result<BTreeMap<String, String>, 
             Value::String(text) => Ok((name.clone(), text.clone())),
             other => Err(invalid(format!("Annotations[{name:?}]"), "a text", other)),
         })
-        .collect()
+        .collect::<Result<_, _>>()
+        .map(Some)
 }
 
 /// A key's value as Go finds it: the exact key, else one that differs in case. `null` is as good as absent.
@@ -371,8 +372,15 @@ mod tests {
             ],
             uid: Some("u".parse().unwrap()),
             service_account: Some("web".into()),
-            annotations: BTreeMap::from([("redirector.io/exclude-inbound-ports".into(), "22".into())]),
+            annotations: None,
         };
-        assert_eq!(Event::parse(event.to_json().as_bytes()).unwrap(), event);
+        let some = BTreeMap::from([("redirector.io/exclude-inbound-ports".into(), "22".into())]);
+        for annotations in [None, Some(BTreeMap::new()), Some(some)] {
+            let event = Event {
+                annotations,
+                ..event.clone()
+            };
+            assert_eq!(Event::parse(event.to_json().as_bytes()).unwrap(), event);
+        }
     }
 }

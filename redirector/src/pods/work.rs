@@ -25,7 +25,7 @@ use super::{
 };
 use crate::{
     mesh::pod::PodUid,
-    redirect::{PodNetwork, Redirector, rules::Rules},
+    redirect::{PodNetwork, Redirector, overrides::Overrides, rules::Rules},
     sys::{
         interfaces::InterfaceAddress,
         netns::{Netns, NetnsId},
@@ -68,9 +68,9 @@ pub(super) struct Done<P> {
 impl<L: Launch> Worker<L> {
     /// Captures a pod, in place of an older namespace of it.
     pub(super) async fn add(self: Arc<Self>, old: Option<Captured<L::Proxy>>, add: PodAdd) -> Done<L::Proxy> {
-        let (worker, checked) = (Arc::clone(&self), add.clone());
-        let network = match blocking("look into the pod", move || worker.inspect(&checked)).await {
-            Ok(network) => network,
+        let worker = Arc::clone(&self);
+        let (add, network) = match blocking("look into the pod", move || worker.inspect(add)).await {
+            Ok(inspected) => inspected,
             Err(error) => {
                 return Done {
                     pod: old,
@@ -137,7 +137,9 @@ impl<L: Launch> Worker<L> {
 
     /// What applies to a pod now.
     fn rules_of(&self, add: &PodAdd) -> Rules {
-        self.rules.borrow().of(&add.info, &add.rules)
+        let nothing = Overrides::default();
+        let own = add.rules.as_deref().unwrap_or(&nothing);
+        self.rules.borrow().of(&add.info, own)
     }
 
     /// Puts new rules of a captured pod in force. If that fails, the old ones stay.
@@ -258,8 +260,9 @@ impl<L: Launch> Worker<L> {
         Ok(uids)
     }
 
-    /// Checks that the namespace is a pod's and this pod's, and finds its addresses. Blocking.
-    fn inspect(&self, add: &PodAdd) -> Result<PodNetwork, Error> {
+    /// Checks that the namespace is a pod's and this pod's, and finds its addresses, and its rules if nobody knows them any more.
+    /// Blocking.
+    fn inspect(&self, mut add: PodAdd) -> Result<(PodAdd, PodNetwork), Error> {
         let netns = add.netns.id();
         if self.node.contains(&netns) {
             return Err(Error::NodeNamespace { netns });
@@ -282,12 +285,15 @@ impl<L: Launch> Worker<L> {
             .addresses(&add.netns)
             .map_err(|source| Error::Inspect { netns, source })?;
         let addresses = pod_addresses(netns, &add.addresses, &found)?;
-        Ok(PodNetwork {
+        let recorded = || self.records.rules_of(&add.info.uid, &add.netns);
+        add.rules = Some(add.rules.clone().or_else(recorded).unwrap_or_default());
+        let network = PodNetwork {
             uid: add.info.uid.clone(),
             netns: Arc::clone(&add.netns),
             addresses,
-            rules: self.rules_of(add),
-        })
+            rules: self.rules_of(&add),
+        };
+        Ok((add, network))
     }
 
     async fn capture(

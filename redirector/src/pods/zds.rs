@@ -227,7 +227,7 @@ fn parse(message: Message) -> Result<Parsed, End> {
                 netns_path: None,
                 addresses: Vec::new(),
                 // ZDS says nothing of rules; the rules file may.
-                rules: Box::default(),
+                rules: None,
                 on_failure: OnFailure::Retry,
             };
             Parsed::Event(Box::new(move |reply| PodEvent::Add(add, reply)))

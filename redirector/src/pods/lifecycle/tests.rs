@@ -11,7 +11,7 @@ use std::{
 use tokio::{sync::oneshot, task::JoinHandle};
 
 use super::{
-    super::{NetnsRef, launch::NewPod},
+    super::{NetnsRef, launch::NewPod, records::Record},
     *,
 };
 use crate::{
@@ -358,7 +358,7 @@ fn pod(uid: &str, ino: u64) -> PodAdd {
         netns: Arc::new(Netns::stand_in(ino)),
         netns_path: None,
         addresses: vec![address_of(ino)],
-        rules: Box::default(),
+        rules: None,
         on_failure: OnFailure::Report,
     }
 }
@@ -501,6 +501,49 @@ async fn a_new_namespace_or_identity_replaces_the_old_one() {
     assert_eq!(agent.status.borrow().pods[0].service_account, "other");
     // The namespace that was left is free again.
     agent.add(pod("b", 2)).await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_event_that_does_not_tell_of_rules_changes_none() {
+    let mut agent = Agent::synced().await;
+    let without = |ports: &str| {
+        let text = format!("{{excludeOutboundPorts: '{ports}'}}");
+        Some(serde_yaml::from_str(&text).unwrap())
+    };
+    let excluded =
+        |agent: &Agent, uid: &str| agent.world.excluded.lock().unwrap()[&uid.parse().unwrap()].clone();
+    let with = |rules, add| PodAdd { rules, ..add };
+    // Told, not told, told anew, not told, and told that there are none.
+    for (rules, expected) in [
+        (without("1"), "1"),
+        (None, "1"),
+        (without("2"), "2"),
+        (None, "2"),
+        (Some(Box::default()), ""),
+        (None, ""),
+    ] {
+        agent.add(with(rules, pod("a", 2))).await.unwrap();
+        assert_eq!(excluded(&agent, "a"), expected);
+    }
+    // From the record, if that is of the same namespace.
+    for (uid, ino, recorded, expected) in [("b", 3, 3, "1"), ("c", 4, 5, "")] {
+        let earlier = with(without("1"), pod(uid, recorded));
+        agent.records.save(&Record::of(&earlier)).unwrap();
+        agent.add(pod(uid, ino)).await.unwrap();
+        assert_eq!(excluded(&agent, uid), expected);
+    }
+    // From what is still being tried.
+    agent.world.fault("attach d");
+    agent
+        .add(with(without("1"), retried(pod("d", 6))))
+        .await
+        .unwrap_err();
+    agent.add(pod("d", 6)).await.unwrap_err();
+    agent.world.mend();
+    agent
+        .until(&["a Captured", "b Captured", "c Captured", "d Captured"])
+        .await;
+    assert_eq!(excluded(&agent, "d"), "1");
 }
 
 #[tokio::test]
