@@ -67,6 +67,10 @@ fn main() -> ExitCode {
         a_change_that_fails_leaves_the_pod_as_it_was,
     ));
     cases.push(case(
+        "a_pod_whose_record_is_damaged_stays_captured",
+        a_pod_whose_record_is_damaged_stays_captured,
+    ));
+    cases.push(case(
         "a_late_delete_spares_the_new_owner",
         a_late_delete_spares_the_new_owner,
     ));
@@ -416,4 +420,36 @@ fn a_change_that_fails_leaves_the_pod_as_it_was() {
     fs::remove_dir(&record).unwrap();
     mesh.agent.enrol(&mesh.client);
     works_over_hbone(&mesh);
+}
+
+/// It fails closed, whatever number of agents comes and goes, until it is added again.
+fn a_pod_whose_record_is_damaged_stays_captured() {
+    let mut mesh = Mesh::hbone(Options::default());
+    works_over_hbone(&mesh);
+    let _app = App::start(&mesh.node.outside.ns, (Family::V4.any(), PORT).into(), app::who);
+    let outside = mesh.node.outside.addr(Family::V4, PORT);
+    app::ask_who(&mesh.client.ns, outside).unwrap();
+    let pinned = pins(&mesh.agent);
+    mesh.agent.kill();
+    let record = mesh
+        .agent
+        .state_dir()
+        .join(format!("pods/{}.json", mesh.client.uid));
+    fs::write(&record, &fs::read(&record).unwrap()[..20]).unwrap();
+    for _ in 0..2 {
+        mesh.agent.restart(&mesh.node);
+        // The other pod has a record, and is served.
+        wait::until("the other pod to be captured", || {
+            (mesh.agent.pods().len() == 1).then_some(())
+        });
+        assert_eq!(pins(&mesh.agent), pinned);
+        let refused = app::ask_who(&mesh.client.ns, outside).unwrap_err();
+        assert_eq!(refused.kind(), std::io::ErrorKind::ConnectionRefused, "{refused}");
+        mesh.agent.kill();
+    }
+    assert!(mesh.agent.log().contains("the record of a pod cannot be used"));
+    mesh.agent.restart(&mesh.node);
+    mesh.agent.enrol(&mesh.client);
+    works_over_hbone(&mesh);
+    app::ask_who(&mesh.client.ns, outside).unwrap();
 }

@@ -5,16 +5,17 @@ use std::{
     fs,
     io::{Read, Write},
     net::{SocketAddr, TcpStream},
+    path::Path,
     process::ExitCode,
 };
 
 use redirector_tests::{
-    agent::Options,
+    agent::{Agent, Options, Redirect},
     app::{self, App},
     cni,
     counters::verdicts,
     mesh::{Mesh, PORT},
-    node::{Family, Host, Pod},
+    node::{Family, Host, Node, Pod},
     suite::{Needs, case, main as suite, on_every_attachment},
     wait,
     workloads::Workloads,
@@ -38,6 +39,14 @@ fn main() -> ExitCode {
     let mut cases = on_every_attachment(TESTS);
     cases.push(case("a_wrong_rule_is_refused", a_wrong_rule_is_refused));
     cases.push(case("a_wrong_rules_file_is_told", a_wrong_rules_file_is_told));
+    cases.push(case(
+        "a_rules_file_that_becomes_wrong_changes_nothing",
+        a_rules_file_that_becomes_wrong_changes_nothing,
+    ));
+    cases.push(case(
+        "a_pod_that_cannot_have_new_rules_is_still_repaired",
+        a_pod_that_cannot_have_new_rules_is_still_repaired,
+    ));
     suite(Needs::Agent, 2, cases)
 }
 
@@ -377,17 +386,124 @@ fn a_wrong_rule_is_refused() {
     );
 }
 
+/// More items than a pod may have.
+fn too_many() -> String {
+    let ports: Vec<_> = (1..130).map(|number| (2 * number).to_string()).collect();
+    format!("node: {{excludeOutboundPorts: [{}]}}\n", ports.join(","))
+}
+
 fn a_wrong_rules_file_is_told() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("rules.yaml");
-    fs::write(&path, "node: {excludeOutboundPorts: [x]}\n").unwrap();
-    let node = redirector_tests::node::Node::new();
+    for (redirect, text, says) in [
+        (
+            Redirect::Ebpf,
+            "node: {excludeOutboundPorts: [x]}\n",
+            "rules.yaml: node.excludeOutboundPorts: ",
+        ),
+        (
+            Redirect::Ebpf,
+            &too_many(),
+            "rules.yaml: node: 129 ports and networks",
+        ),
+        (
+            Redirect::IptablesNft,
+            "pods: [{namespace: a, rules: {dnsCapture: true}}]\n",
+            "rules.yaml: pods[0].rules: DNS capture and interfaces to reroute are not for iptables mode",
+        ),
+    ] {
+        fs::write(&path, text).unwrap();
+        let node = Node::new();
+        let options = Options {
+            redirect,
+            arguments: vec!["--rules".to_owned(), path.display().to_string()],
+            ..Options::default()
+        };
+        let error = Agent::try_start(&node, &Workloads::default(), options).unwrap_err();
+        let text = format!("{error:#}");
+        assert!(text.contains(says), "{text}");
+    }
+}
+
+/// A mesh whose client leaves port 8081 alone, by a file, and what writes another such file.
+fn by_a_file(directory: &Path) -> (Mesh, impl Fn(&str)) {
+    let (path, new) = (directory.join("rules.yaml"), directory.join("new"));
     let arguments = vec!["--rules".to_owned(), path.display().to_string()];
+    let write = move |text: &str| {
+        fs::write(&new, text).unwrap();
+        fs::rename(&new, &path).unwrap();
+    };
+    write(LEAVE_ALONE);
     let options = Options {
         arguments,
         ..Options::default()
     };
-    let error = redirector_tests::agent::Agent::try_start(&node, &Workloads::default(), options).unwrap_err();
-    let text = format!("{error:#}");
-    assert!(text.contains("rules.yaml: node.excludeOutboundPorts: "), "{text}");
+    (Mesh::hbone(options), write)
+}
+
+const LEAVE_ALONE: &str = "node: {excludeOutboundPorts: 8081}\n";
+
+fn a_rules_file_that_becomes_wrong_changes_nothing() {
+    let directory = tempfile::tempdir().unwrap();
+    let (mesh, write) = by_a_file(directory.path());
+    let _app = serve(&mesh.node.outside, Family::V4, 8081);
+    let to = mesh.node.outside.addr(Family::V4, 8081);
+    let told = |times: usize| {
+        wait::until("the error to be told", || {
+            let log = mesh.agent.log();
+            (log.matches("rules file not usable").count() == times).then_some(())
+        });
+        assert_eq!(
+            way(&mesh, &mesh.client, "egress", &mesh.client, to),
+            Way::LeftAlone
+        );
+    };
+    write(&too_many());
+    told(1);
+    fs::remove_file(directory.path().join("rules.yaml")).unwrap();
+    told(2);
+    write("node: {excludeOutboundPorts: []}\n");
+    wait::until("the new rules", || {
+        (way(&mesh, &mesh.client, "egress", &mesh.client, to) == Way::Captured).then_some(())
+    });
+}
+
+/// Nobody answers its DNS, which the new rules want captured.
+fn a_pod_that_cannot_have_new_rules_is_still_repaired() {
+    let directory = tempfile::tempdir().unwrap();
+    let (mesh, write) = by_a_file(directory.path());
+    let _app = serve(&mesh.node.outside, Family::V4, 8081);
+    let to = mesh.node.outside.addr(Family::V4, 8081);
+    let errors = || -> Vec<String> {
+        let pods = mesh.agent.pods();
+        let errors = pods.iter().filter_map(|pod| pod["error"].as_str());
+        errors.map(str::to_owned).collect()
+    };
+    write("node: {dnsCapture: true}\n");
+    wait::until("both pods to be refused", || (errors().len() == 2).then_some(()));
+    for error in errors() {
+        assert!(
+            error.contains("the pod's newest rules are refused") && error.contains("port 15053"),
+            "{error}"
+        );
+    }
+    for command in ["-4 rule del priority 32763", "-4 route flush table 1337"] {
+        mesh.client.ns.ip_output(command);
+    }
+    wait::until("what was removed to be put back", || {
+        let rules = mesh.client.ns.ip_output("-4 rule show");
+        let routes = mesh.client.ns.ip_output("-4 route show table 1337");
+        (rules.contains("32763:") && !routes.trim().is_empty()).then_some(())
+    });
+    assert_eq!(errors().len(), 2);
+    assert_eq!(
+        way(&mesh, &mesh.client, "egress", &mesh.client, to),
+        Way::LeftAlone
+    );
+    let told = mesh.agent.log();
+    assert_eq!(told.matches("newest rules are refused").count(), 2, "{told}");
+    write(LEAVE_ALONE);
+    wait::until("the pods to be as they should be", || {
+        errors().is_empty().then_some(())
+    });
 }

@@ -152,9 +152,13 @@ async fn the_log_level_can_be_changed() {
 #[tokio::test]
 async fn a_running_agent_tells_its_status() {
     let fixture = fixture();
+    let refused = PodStatus {
+        error: Some("the pod's newest rules are refused".into()),
+        ..pod(State::Captured)
+    };
     fixture.pods.send_replace(Status {
         synced: true,
-        pods: vec![pod(State::Captured), pod(State::NotCaptured)],
+        pods: vec![pod(State::Captured), pod(State::NotCaptured), refused],
     });
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
@@ -168,10 +172,11 @@ async fn a_running_agent_tells_its_status() {
     assert_eq!(view.status, *fixture.pods.borrow());
     let text = render(address, &view, &metrics);
     for expected in [
-        "backend test; pods 2",
+        "backend test; pods 3",
         "reach the pods directly: those of /sys/fs/cgroup/k (kubelet's, found by its unit)\n",
         "shop/web-0  captured  10.0.0.1  sa web  uid u-1  net:[7]\n",
         "NOT CAPTURED  10.0.0.1  sa web  uid u-1  net:[7]  cannot look\n",
+        "web-0  captured  10.0.0.1  sa web  uid u-1  net:[7]  the pod's newest rules are refused\n",
         "  process_open_fds ",
     ] {
         assert!(text.contains(expected), "{expected} in {text}");
