@@ -105,6 +105,8 @@ impl<P> Default for Entry<P> {
 struct Job {
     request: Request,
     reply: Option<Reply>,
+    /// The pod was captured when it began.
+    was_captured: bool,
 }
 
 enum Request {
@@ -358,6 +360,7 @@ impl<L: Launch> Lifecycle<L> {
             if let Request::Add(add) = &mut request {
                 add.rules = add.rules.take().or_else(|| entry.rules());
             }
+            let was_captured = entry.pod.is_some();
             let worker = Arc::clone(&self.worker);
             let spawned = match &request {
                 Request::Delete(delete) if entry.is_late(delete) => {
@@ -388,7 +391,11 @@ impl<L: Launch> Lifecycle<L> {
             if !matches!(request, Request::Check(_)) {
                 entry.fault = None;
             }
-            entry.job = Some(Job { request, reply });
+            entry.job = Some(Job {
+                request,
+                reply,
+                was_captured,
+            });
             self.running.insert(spawned.id(), uid.clone());
         }
     }
@@ -427,7 +434,12 @@ impl<L: Launch> Lifecycle<L> {
         let Some(entry) = self.table.get_mut(&uid) else {
             return true;
         };
-        let Some(Job { request, reply }) = entry.job.take() else {
+        let Some(Job {
+            request,
+            reply,
+            was_captured,
+        }) = entry.job.take()
+        else {
             return true;
         };
         entry.pod = pod;
@@ -441,6 +453,8 @@ impl<L: Launch> Lifecycle<L> {
             (Request::Add(add), Err(error)) => {
                 self.metrics.failed.inc();
                 warn!(%uid, error = %Chain(error), "cannot capture the pod");
+                // One that was captured, and could not be brought back, must not stay without a proxy.
+                let pending = add.on_failure == OnFailure::Retry || entry.retry.is_some() || was_captured;
                 match (add.on_failure, error) {
                     // Nothing to retry; and an earlier agent may have left something.
                     (OnFailure::Retry, Error::NamespaceGone { .. }) => {
@@ -453,14 +467,12 @@ impl<L: Launch> Lifecycle<L> {
                     // A wrong event says nothing of what was wanted before it.
                     (OnFailure::Report, error) if error.is_of_the_event() => {}
                     // A pod that is captured as before is left so: each try would end its connections.
-                    (on_failure, _) if entry.pod.is_none() => {
-                        if on_failure == OnFailure::Retry || entry.retry.is_some() {
-                            let add = PodAdd {
-                                on_failure: OnFailure::Retry,
-                                ..add
-                            };
-                            entry.retry = Some((add, Chain(error).to_string()));
-                        }
+                    _ if pending && entry.pod.is_none() => {
+                        let add = PodAdd {
+                            on_failure: OnFailure::Retry,
+                            ..add
+                        };
+                        entry.retry = Some((add, Chain(error).to_string()));
                     }
                     _ => {}
                 }

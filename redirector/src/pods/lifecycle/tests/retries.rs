@@ -112,3 +112,17 @@ async fn looks_at_a_pod_end_no_retries() {
         .unwrap()
         .unwrap();
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_pod_that_a_change_has_cost_its_proxy_gets_it_back() {
+    let mut agent = Agent::synced().await;
+    agent.add(pod("a", 2)).await.unwrap();
+    agent.world.fault("start a");
+    let mut changed = pod("a", 2);
+    changed.info.service_account = "another".into();
+    agent.add(changed).await.unwrap_err();
+    agent.until(&["a NotCaptured"]).await;
+    agent.world.mend();
+    agent.until(&["a Captured"]).await;
+    assert_eq!(agent.status.borrow().pods[0].service_account, "another");
+}
