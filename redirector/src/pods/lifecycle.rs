@@ -23,15 +23,14 @@ use super::{
     launch::Launch,
     records::Records,
     rules::NodeRules,
-    status::{Metrics, PodStatus, State, Status},
-    work::{Captured, Done, Worker, blocking},
+    status::{Metrics, State, Status},
+    work::{Done, Worker, blocking},
 };
-use crate::{
-    mesh::pod::PodUid,
-    redirect::{Redirector, overrides::Overrides},
-    sys::netns::NetnsId,
-    telemetry::Chain,
-};
+use crate::{mesh::pod::PodUid, redirect::Redirector, sys::netns::NetnsId, telemetry::Chain};
+
+mod entry;
+
+use self::entry::{Entry, Job, Request};
 
 /// Time between tries to capture a pod that failed. ztunnel's.
 const RETRY_INTERVAL: Duration = Duration::from_secs(5);
@@ -76,44 +75,6 @@ pub struct Lifecycle<L: Launch> {
     looking: usize,
     status: watch::Sender<Status>,
     metrics: Metrics,
-}
-
-/// A pod in the table: captured, or with something to do. Its queue is bounded by its senders, of which each waits for its
-/// answer (the connections of the CNI socket, or the one of ZDS).
-struct Entry<P> {
-    pod: Option<Captured<P>>,
-    job: Option<Job>,
-    queue: VecDeque<(Request, Option<Reply>)>,
-    /// What was wanted last, if it is to be tried again, and why it failed. A success or a delete ends it.
-    retry: Option<(PodAdd, String)>,
-    /// What the last look at the capture found to be wrong, and could not mend; or what is wrong with the newest rules.
-    fault: Option<String>,
-}
-
-impl<P> Default for Entry<P> {
-    fn default() -> Self {
-        Self {
-            pod: None,
-            job: None,
-            queue: VecDeque::new(),
-            retry: None,
-            fault: None,
-        }
-    }
-}
-
-struct Job {
-    request: Request,
-    reply: Option<Reply>,
-    /// The pod was captured when it began.
-    was_captured: bool,
-}
-
-enum Request {
-    Add(PodAdd),
-    Delete(PodDelete),
-    /// Look whether this captured pod is still so.
-    Check(PodAdd),
 }
 
 enum Finished<P> {
@@ -624,69 +585,6 @@ impl<L: Launch> Lifecycle<L> {
                 error!(%uid, error = %Chain(&error), "the pod was not released in full");
             }
         }
-    }
-}
-
-impl<P> Entry<P> {
-    /// Whether a delete names a namespace that is not the pod's: the pod has got another since.
-    fn is_late(&self, delete: &PodDelete) -> bool {
-        let Some(named) = &delete.netns else { return false };
-        let add = self
-            .pod
-            .as_ref()
-            .map(|pod| &pod.add)
-            .or_else(|| self.retry.as_ref().map(|(add, _)| add));
-        let Some(add) = add else { return false };
-        let same_path = add.netns_path.as_ref().is_none_or(|path| *path == named.path);
-        !same_path && named.id != Some(add.netns.id())
-    }
-
-    /// What the pod said last of its own rules, so far as it is known here.
-    fn rules(&self) -> Option<Box<Overrides>> {
-        let wanted = self.retry.as_ref().and_then(|(add, _)| add.rules.clone());
-        wanted.or_else(|| self.pod.as_ref()?.add.rules.clone())
-    }
-
-    /// What is not as it should be with a captured pod.
-    fn lacks(&self) -> Option<String> {
-        let untaken = || self.retry.as_ref().map(|(_, error)| error.clone());
-        self.fault.clone().or_else(untaken)
-    }
-
-    fn status(&self, uid: &PodUid) -> Option<PodStatus> {
-        let job = self.job.as_ref().map(|job| &job.request);
-        let queued = self.queue.iter().map(|(request, _)| request);
-        let requested = job.into_iter().chain(queued).find_map(|request| match request {
-            Request::Add(add) | Request::Check(add) => Some(add),
-            Request::Delete(_) => None,
-        });
-        let captured = self.pod.as_ref().map(|pod| &pod.add);
-        let (add, state, error) = match (job, captured, &self.retry) {
-            (Some(Request::Add(add)), _, _) => (add, State::Starting, None),
-            (Some(Request::Check(add)), _, _) => (add, State::Captured, self.lacks()),
-            (None, Some(captured), _) => (captured, State::Captured, self.lacks()),
-            (None, None, Some((add, error))) => (add, State::NotCaptured, Some(error.clone())),
-            (Some(Request::Delete(_)), _, _) | (None, None, None) => (requested?, State::Stopping, None),
-        };
-        let PodAdd {
-            info,
-            netns,
-            netns_path,
-            addresses,
-            ..
-        } = add;
-        let addresses = self.pod.as_ref().map_or(addresses, |pod| &pod.network.addresses);
-        Some(PodStatus {
-            uid: uid.to_string(),
-            name: info.name.clone(),
-            namespace: info.namespace.clone(),
-            service_account: info.service_account.clone(),
-            netns: netns.id().ino,
-            netns_path: netns_path.clone(),
-            addresses: addresses.clone(),
-            state,
-            error,
-        })
     }
 }
 
