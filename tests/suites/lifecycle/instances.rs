@@ -32,6 +32,10 @@ const EITHER_WAY: &[(&str, Test)] = &[
         what_can_not_be_replaced_stays,
     ),
     (
+        "earlier_instances_that_could_not_be_removed_are",
+        what_could_not_be_removed_is,
+    ),
+    (
         "earlier_instances_leave_a_number_that_came_back",
         a_number_that_comes_back_is_spared,
     ),
@@ -149,6 +153,24 @@ fn what_can_not_be_replaced_stays(options: Options) {
     wait::until("the other build's instance to be gone", || {
         (!pinned.exists()).then_some(())
     });
+}
+
+/// A release fails half way, and the next agent ends it.
+fn what_could_not_be_removed_is(options: Options) {
+    let mut mesh = mesh_without_pods(options);
+    let untouched = traces(&mesh.client);
+    mesh.agent.enrol(&mesh.client);
+    let pinned = instance(&build(&mesh.agent), &mesh.client);
+    let in_the_way = pinned.join("x");
+    fs::create_dir(&in_the_way).unwrap();
+    let answer = mesh.agent.cmddel(&mesh.client);
+    assert_eq!(answer.status, 500, "{}", answer.body);
+    assert!(pinned.exists());
+    mesh.agent.kill();
+    fs::remove_dir(&in_the_way).unwrap();
+    mesh.agent.restart(&mesh.node);
+    wait::until("the rest to be removed", || (!pinned.exists()).then_some(()));
+    assert_eq!(traces(&mesh.client), untouched);
 }
 
 /// Changes what is known of a pod.
