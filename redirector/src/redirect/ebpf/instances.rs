@@ -77,10 +77,14 @@ impl Ebpf {
                     // The earlier instance stays: its pod fails closed.
                     self.give_way(pod, plan, &instance, &here)
                 } else {
-                    let others = leftovers::others(&self.pins, &pod.uid)?;
                     let freed = |instance: &Instance| self.free(instance, Last::Pass);
                     let found = facts::found(instance);
-                    leftovers::remove_one(&found, Some((&pod.netns, place)), &others, freed)
+                    match leftovers::others(&self.pins, &pod.uid) {
+                        Ok(others) => {
+                            leftovers::remove_one(&found, Some((&pod.netns, place)), &others, freed)
+                        }
+                        Err(error) => vec![error],
+                    }
                 });
                 Err(error)
             }
