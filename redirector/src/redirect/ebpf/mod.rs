@@ -71,6 +71,7 @@ use super::{
     Count, Error, Listeners, Marks, PodNetwork, Redirector,
     maps::{ProberMap, TagMap},
     probers::{Search, Sources, View},
+    rules::Rules,
 };
 use crate::{
     mesh::pod::PodUid,
