@@ -6,14 +6,17 @@
 use std::{
     fs,
     hash::{DefaultHasher, Hash, Hasher},
-    io,
-    os::unix::fs::MetadataExt,
+    io::{self, Read as _},
+    os::unix::fs::{MetadataExt, OpenOptionsExt},
     path::{Path, PathBuf},
     time::{Duration, SystemTime},
 };
 
 /// How often a file is to be looked at.
 pub const POLL_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Longest file that is read: a mesh of a million workloads.
+const MAX_BYTES: u64 = 512 << 20;
 
 /// What is known of the file's content.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -43,9 +46,22 @@ impl Stamp {
 }
 
 fn read(path: &Path) -> io::Result<(String, Seen)> {
-    let mut file = fs::File::open(path)?;
-    let stamp = Stamp::of(&file.metadata()?);
-    let text = io::read_to_string(&mut file)?;
+    // Opening a FIFO would wait for somebody who writes to it, and a device may have no end.
+    let mut options = fs::OpenOptions::new();
+    let file = options.read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
+    let metadata = file.metadata()?;
+    if !metadata.is_file() {
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidInput,
+            "it is not a regular file",
+        ));
+    }
+    let stamp = Stamp::of(&metadata);
+    if stamp.len > MAX_BYTES {
+        let text = format!("it has {} bytes; at most {MAX_BYTES} are read", stamp.len);
+        return Err(io::Error::new(io::ErrorKind::FileTooLarge, text));
+    }
+    let text = io::read_to_string(file.take(MAX_BYTES))?;
     let mut hasher = DefaultHasher::new();
     text.hash(&mut hasher);
     Ok((
@@ -128,5 +144,31 @@ impl Followed {
             return Ok(None);
         }
         Err(error)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_has_no_end_is_not_read() {
+        let directory = tempfile::tempdir().unwrap();
+        let fifo = directory.path().join("fifo");
+        nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        let endless = directory.path().join("endless");
+        std::os::unix::fs::symlink("/dev/zero", &endless).unwrap();
+        let long = directory.path().join("long");
+        fs::File::create(&long).unwrap().set_len(MAX_BYTES + 1).unwrap();
+        let cases: [(&Path, &str); 4] = [
+            (&fifo, "not a regular file"),
+            (&endless, "not a regular file"),
+            (directory.path(), "not a regular file"),
+            (&long, "at most 536870912 are read"),
+        ];
+        for (path, why) in cases {
+            let error = read(path).unwrap_err().to_string();
+            assert!(error.contains(why), "{}: {error}", path.display());
+        }
     }
 }

@@ -129,32 +129,22 @@ impl Ebpf {
         if changed != 0 || added != 0 {
             tracing::warn!(uid = %pod.uid, added, "rules, routes or sysctls of the capture were gone, and are put back");
         }
-        let had_dns = before.has(FLAG_DNS_CAPTURE);
-        let mut known;
-        {
-            let mut store = self.store();
-            store.set_addresses(instance.slot, &plan.addresses)?;
-            store.set_listeners(instance.slot, listeners)?;
-            // What is new to it comes when it has its listeners.
-            let new_dns = |bit| flag(entry.has(FLAG_DNS_CAPTURE) && !had_dns, bit);
-            let flags = entry.flags & !new_dns(FLAG_DNS_CAPTURE);
-            store.set_entry_and_rules(instance.slot, PodEntry { flags, ..entry }, &plan.rules)?;
-            let flags = wanted.flags & !new_dns(FACT_DNS_CAPTURE);
-            known = Facts {
-                flags: flags | facts.flags & FACT_ADDED_CLSACT,
-                changed_sysctls: facts.changed_sysctls | changed,
-                ..*facts
-            };
-            if known != *facts {
-                store.set_facts(instance.slot, known)?;
-            }
+        let mut known = Facts {
+            changed_sysctls: facts.changed_sysctls | changed,
+            ..*facts
+        };
+        if known != *facts {
+            self.store().set_facts(instance.slot, known)?;
         }
-        // Last, so that whatever becomes of the DNS, the rest is whole.
-        self.give_dns(pod, plan, instance.slot, had_dns)?;
-        if entry.has(FLAG_DNS_CAPTURE) && !had_dns {
-            let mut store = self.store();
-            store.set_entry(instance.slot, entry)?;
-            known.flags |= FACT_DNS_CAPTURE;
+        // Before anything of the rules is changed: a pod that can't have them keeps those that it has.
+        self.give_dns(pod, plan, instance.slot, before.has(FLAG_DNS_CAPTURE))?;
+        let mut store = self.store();
+        store.set_addresses(instance.slot, &plan.addresses)?;
+        store.set_listeners(instance.slot, listeners)?;
+        store.set_entry_and_rules(instance.slot, entry, &plan.rules)?;
+        let flags = wanted.flags | facts.flags & FACT_ADDED_CLSACT;
+        if known.flags != flags {
+            known.flags = flags;
             store.set_facts(instance.slot, known)?;
         }
         tracing::debug!(uid = %pod.uid, "the programs are in place");

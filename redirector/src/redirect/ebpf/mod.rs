@@ -66,6 +66,7 @@ use self::{
     shared::Shared,
     spares::Spares,
     store::Store,
+    trie::Compiled,
 };
 use super::{
     Count, Error, Listeners, Marks, PodNetwork, Redirector,
@@ -211,8 +212,8 @@ impl Redirector for Ebpf {
         }
     }
 
-    fn refuses(&self, _: &Rules) -> Option<String> {
-        None
+    fn refuses(&self, rules: &Rules) -> Option<String> {
+        plan::too_many(&Compiled::of(rules))
     }
 
     fn attach(&self, pod: &PodNetwork, listeners: Listeners<'_>) -> Result<(), Error> {

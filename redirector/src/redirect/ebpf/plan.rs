@@ -100,7 +100,7 @@ impl Plan {
 }
 
 /// What to say of rules that have more entries than there is room for.
-fn too_many(rules: &Compiled) -> Option<String> {
+pub(super) fn too_many(rules: &Compiled) -> Option<String> {
     let entries = rules.entries.len();
     (entries > MAX_POD_RULES).then(|| {
         format!(
