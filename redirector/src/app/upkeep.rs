@@ -50,26 +50,28 @@ impl Upkeep {
 
     async fn once(&mut self) {
         let redirector = Arc::clone(&self.redirector);
-        if let Some(found) = self.looking.take(move || redirector.look_for_probers()).await {
-            show(&self.probers, found);
+        // In one, since each wakes another idle thread of the runtime's, which would end otherwise.
+        let both = move || (redirector.look_for_probers(), redirector.make_ready());
+        match spawn_blocking(both).await {
+            Ok((found, ready)) => {
+                if let Some(found) = self.looking.tell(found) {
+                    show(&self.probers, found);
+                }
+                self.making_ready.tell(ready);
+            }
+            Err(error) => error!(%error, "what is done beside the pods' events ended early"),
         }
-        let redirector = Arc::clone(&self.redirector);
-        self.making_ready.take(move || redirector.make_ready()).await;
     }
 }
 
 impl Step {
-    async fn take<T: Send + 'static>(
-        &mut self,
-        work: impl FnOnce() -> Result<T, Error> + Send + 'static,
-    ) -> Option<T> {
-        let failure = match spawn_blocking(work).await {
-            Ok(Ok(done)) => {
+    fn tell<T>(&mut self, result: Result<T, Error>) -> Option<T> {
+        let failure = match result {
+            Ok(done) => {
                 self.failure = None;
                 return Some(done);
             }
-            Ok(Err(error)) => Chain(&error).to_string(),
-            Err(error) => error.to_string(),
+            Err(error) => Chain(&error).to_string(),
         };
         if self.failure.as_ref() != Some(&failure) {
             error!(error = failure, "cannot {}", self.what);
