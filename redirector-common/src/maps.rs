@@ -47,15 +47,18 @@ pub const SLOT: &str = "SLOT";
 
 /// Most pods that a node may have enrolled. Kubernetes' own limit is 110 by default, and some run 500.
 pub const MAX_PODS: usize = 1024;
+/// Slots: more than pods, since a pod's new instance is made beside the old one, and a slot rests before it is used again. So many pods
+/// a second can be repaired on a full node.
+pub const MAX_SLOTS: usize = MAX_PODS + 512;
 /// Most addresses that one pod may have on its interfaces.
 pub const MAX_ADDRESSES: usize = 64;
 /// Most addresses of all pods. Memory is taken as they come.
-pub const MAX_ALL_ADDRESSES: usize = 16 * MAX_PODS;
+pub const MAX_ALL_ADDRESSES: usize = 16 * MAX_SLOTS;
 /// Most entries that the rules of one pod may come to.
 pub const MAX_POD_RULES: usize = 512;
 /// Most entries in the rules of all pods: those in force, and those of before, which stay until the next change. Memory is taken as
 /// they come.
-pub const MAX_ALL_RULES: usize = 2 * MAX_POD_RULES * MAX_PODS;
+pub const MAX_ALL_RULES: usize = 2 * MAX_POD_RULES * MAX_SLOTS;
 /// Most cgroups whose processes may probe.
 pub const MAX_PROBERS: usize = 16;
 /// Most hints. One is needed for some microseconds; a full map forgets the oldest, whose probe is then captured. Each CPU keeps a

@@ -9,7 +9,7 @@ use aya_ebpf::{
 use redirector_common::{
     maps::{
         AddressKey, DECIDER_COUNT, Facts, LISTENER_STRIDE, Listener, MAX_ALL_ADDRESSES, MAX_ALL_RULES,
-        MAX_PODS, PodEntry, RULE_KEY_PREFIX, RuleKey, listener_index,
+        MAX_SLOTS, PodEntry, RULE_KEY_PREFIX, RuleKey, listener_index,
     },
     net::Addr,
     rules::{self, Match, Rules, Subject},
@@ -24,14 +24,14 @@ const NO_PREALLOC: usize = aya_ebpf::bindings::BPF_F_NO_PREALLOC as usize;
 static SLOT: Global<u32> = Global::new(0);
 
 #[btf_map]
-static PODS: Array<PodEntry, MAX_PODS> = Array::new();
+static PODS: Array<PodEntry, MAX_SLOTS> = Array::new();
 
 /// The agents' own: no program reads it.
 #[btf_map]
-static FACTS: Array<Facts, MAX_PODS> = Array::new();
+static FACTS: Array<Facts, MAX_SLOTS> = Array::new();
 
 #[btf_map]
-static TRACED: Array<u32, MAX_PODS> = Array::new();
+static TRACED: Array<u32, MAX_SLOTS> = Array::new();
 
 #[btf_map]
 static ADDRESSES: HashMap<AddressKey, u32, MAX_ALL_ADDRESSES, NO_PREALLOC> = HashMap::new();
@@ -40,7 +40,7 @@ static ADDRESSES: HashMap<AddressKey, u32, MAX_ALL_ADDRESSES, NO_PREALLOC> = Has
 static RULES: LpmTrie<RuleKey, u32, MAX_ALL_RULES> = LpmTrie::new();
 
 #[btf_map]
-pub(crate) static LISTENERS: SockMap<{ MAX_PODS * LISTENER_STRIDE as usize }> = SockMap::new();
+pub(crate) static LISTENERS: SockMap<{ MAX_SLOTS * LISTENER_STRIDE as usize }> = SockMap::new();
 
 #[btf_map]
 pub(crate) static DECIDERS: ProgramArray<DECIDER_COUNT> = ProgramArray::new();

@@ -2,12 +2,12 @@
 
 use aya_ebpf::{btf_maps::PerCpuArray, macros::btf_map};
 use redirector_common::{
-    maps::{COUNTER_STRIDE, MAX_PODS, counter_index},
+    maps::{COUNTER_STRIDE, MAX_SLOTS, counter_index},
     verdict::Counter,
 };
 
 #[btf_map]
-static COUNTERS: PerCpuArray<u64, { MAX_PODS * COUNTER_STRIDE as usize }> = PerCpuArray::new();
+static COUNTERS: PerCpuArray<u64, { MAX_SLOTS * COUNTER_STRIDE as usize }> = PerCpuArray::new();
 
 /// One more packet of the pod in `slot`.
 #[inline(always)]

@@ -426,7 +426,8 @@ impl<L: Launch> Lifecycle<L> {
                         entry.queue.push_front((Request::Delete(delete), None));
                     }
                     // A wrong event says nothing of what was wanted before it.
-                    (OnFailure::Report, error) if error.is_of_the_event() => {}
+                    (OnFailure::Report, error)
+                        if error.is_of_the_event() && (entry.pod.is_some() || !was_captured) => {}
                     // A pod that is captured as before is left so: each try would end its connections.
                     _ if pending && entry.pod.is_none() => {
                         let add = PodAdd {

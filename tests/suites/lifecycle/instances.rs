@@ -32,6 +32,10 @@ const EITHER_WAY: &[(&str, Test)] = &[
         what_can_not_be_replaced_stays,
     ),
     (
+        "earlier_instances_are_replaced_whatever_the_routes_are",
+        what_is_routed_elsewhere_gets_its_hooks,
+    ),
+    (
         "earlier_instances_that_could_not_be_removed_are",
         what_could_not_be_removed_is,
     ),
@@ -131,8 +135,14 @@ fn what_can_not_be_replaced_stays(options: Options) {
     works_over_hbone(&mesh);
     mesh.agent.kill();
     let other = becomes_another_build(&mesh.agent, &[PODS, FACTS]);
-    // Somebody's rule that comes before ours: no attachment succeeds.
-    mesh.client.ns.ip_output("-4 rule add priority 100 lookup main");
+    // More addresses than a pod may have: no attachment succeeds.
+    let many = |what: &str| {
+        for number in 1..=64 {
+            let command = format!("addr {what} 10.99.0.{number}/32 dev eth0");
+            mesh.client.ns.ip_output(&command);
+        }
+    };
+    many("add");
     let (mut left, pinned) = (traces(&mesh.client), instance(&other, &mesh.client));
     // The agent is not there, and what it waits with neither.
     left.listeners.clear();
@@ -141,18 +151,44 @@ fn what_can_not_be_replaced_stays(options: Options) {
     wait::until("an attempt to fail", || {
         let log = mesh.agent.log();
         log.lines()
-            .any(|line| line.contains("still go elsewhere") && line.contains(&mesh.client.uid))
+            .any(|line| line.contains("at most 64 are supported") && line.contains(&mesh.client.uid))
             .then_some(())
     });
     let mut now = traces(&mesh.client);
     now.listeners.clear();
     assert_eq!(now, left);
     assert_eq!(pinned_below(&pinned), programs);
-    mesh.client.ns.ip_output("-4 rule del priority 100");
+    many("del");
     works_over_hbone(&mesh);
     wait::until("the other build's instance to be gone", || {
         (!pinned.exists()).then_some(())
     });
+}
+
+/// A fault of the routes is told, and does not keep a captured pod from its hooks.
+fn what_is_routed_elsewhere_gets_its_hooks(options: Options) {
+    let mut mesh = mesh_without_pods(options);
+    for pod in [&mesh.client, &mesh.server] {
+        mesh.agent.enrol(pod);
+    }
+    mesh.agent.kill();
+    let other = becomes_another_build(&mesh.agent, &[PODS]);
+    let pinned = instance(&other, &mesh.client);
+    // Somebody's rule that comes before ours.
+    mesh.client.ns.ip_output("-4 rule add priority 100 lookup main");
+    mesh.agent.restart(&mesh.node);
+    wait::until("the other build's instance to be replaced", || {
+        (!pinned.exists()).then_some(())
+    });
+    let replaced = pins(&mesh.agent).iter().any(|path| {
+        let path = path.to_string_lossy();
+        path.contains(&mesh.client.uid) && path.contains("/link_")
+    });
+    assert!(replaced, "{:?}", pins(&mesh.agent));
+    let log = mesh.agent.log();
+    assert!(log.contains("still go elsewhere"), "{log}");
+    mesh.client.ns.ip_output("-4 rule del priority 100");
+    works_over_hbone(&mesh);
 }
 
 /// A release fails half way, and the next agent ends it.

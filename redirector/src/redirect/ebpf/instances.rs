@@ -67,9 +67,9 @@ impl Ebpf {
             uid: pod.uid.clone(),
         };
         match self.install(wanted, &instance, programs, before.as_ref()) {
-            Ok((programs, dns)) => {
+            Ok((programs, fault)) => {
                 report(self.remove_replaced(pod, plan, &here, &elsewhere));
-                dns?;
+                fault?;
                 Ok((instance, programs))
             }
             Err(error) => {
@@ -120,27 +120,27 @@ impl Ebpf {
             tracing::warn!(uid = %pod.uid, "hooks or pins of the capture are gone, or the pod has new interfaces: attaching anew");
             return Ok(None);
         };
-        let (changed, added) = in_netns(&pod.netns, || {
-            Ok((
-                ROUTING.set_sysctls(plan.v6)?,
-                ROUTING.add(plan.v6, &pod.rules.reroute_interfaces.0)?,
-            ))
-        })?;
-        if changed != 0 || added != 0 {
-            tracing::warn!(uid = %pod.uid, added, "rules, routes or sysctls of the capture were gone, and are put back");
-        }
-        let mut known = Facts {
-            changed_sysctls: facts.changed_sysctls | changed,
-            ..*facts
-        };
-        if known != *facts {
+        let mut known = *facts;
+        let set = in_netns(&pod.netns, || ROUTING.set_sysctls(plan.v6));
+        if let Ok(changed @ 1..) = set {
+            known.changed_sysctls |= changed;
             self.store().set_facts(instance.slot, known)?;
         }
+        let routed = in_netns(&pod.netns, || {
+            ROUTING.add(plan.v6, &pod.rules.reroute_interfaces.0)
+        });
+        if let (Ok(1..), _) | (_, Ok(1..)) = (&set, &routed) {
+            tracing::warn!(uid = %pod.uid, "rules, routes or sysctls of the capture were gone, and are put back");
+        }
+        {
+            let mut store = self.store();
+            store.set_addresses(instance.slot, &plan.addresses)?;
+            store.set_listeners(instance.slot, listeners)?;
+        }
+        set.and(routed)?;
         // Before anything of the rules is changed: a pod that can't have them keeps those that it has.
         self.give_dns(pod, plan, instance.slot, before.has(FLAG_DNS_CAPTURE))?;
         let mut store = self.store();
-        store.set_addresses(instance.slot, &plan.addresses)?;
-        store.set_listeners(instance.slot, listeners)?;
         store.set_entry_and_rules(instance.slot, entry, &plan.rules)?;
         let flags = wanted.flags | facts.flags & FACT_ADDED_CLSACT;
         if known.flags != flags {
@@ -152,7 +152,7 @@ impl Ebpf {
     }
 
     /// Makes a new instance of the programs `ebpf`; `before` is what is known of those that it replaces in the same namespace. A pod
-    /// that is captured already is made whole even if its DNS can't be: that is told beside.
+    /// that is captured already is made as whole as can be: what failed is told beside.
     fn install(
         &self,
         wanted: Wanted<'_>,
@@ -173,11 +173,18 @@ impl Ebpf {
             facts.changed_sysctls = before.changed_sysctls;
         }
         let had_dns = before.is_some_and(|before| before.has(FACT_DNS_CAPTURE));
-        let dns = match self.give_dns(pod, plan, instance.slot, had_dns) {
-            Err(error) if before.is_none() => return Err(error),
-            dns => dns,
+        // Whatever else can't be had, a pod that is captured gets its hooks: without them it would not be.
+        let mut fault = Ok(());
+        let mut put_off = |error: Error| -> Result<(), Error> {
+            if before.is_none() {
+                return Err(error);
+            }
+            fault = std::mem::replace(&mut fault, Ok(())).and(Err(error));
+            Ok(())
         };
+        let dns = self.give_dns(pod, plan, instance.slot, had_dns);
         let without_dns = dns.is_err() && !had_dns;
+        dns.or_else(&mut put_off)?;
         facts.flags &= !flag(without_dns, FACT_DNS_CAPTURE);
         // Known from the first moment that something is to be found.
         self.store().set_facts(instance.slot, facts)?;
@@ -186,18 +193,25 @@ impl Ebpf {
         for name in [object::EGRESS, object::INGRESS] {
             pin(&mut ebpf, name, &directory.join(name))?;
         }
+        if !self.shared.serve(&directory) {
+            return Err(Error::new(
+                format!("making the programs of {}", pod.uid),
+                "they were loaded while the maps' pins were away, and use others; new ones are made",
+            ));
+        }
         // Everything that a packet may need is there before the first is steered.
         let node_nsid = self.node_nsid(&pod.netns)?;
-        let (changed, added_clsact) = in_netns(&pod.netns, || {
-            let added = self.tc_mode == TcMode::Clsact && hooks::add_clsact(&plan.interfaces)?;
-            let changed = ROUTING.set_sysctls(plan.v6).inspect_err(|_| {
-                if added {
-                    report(hooks::remove_clsact(&plan.interfaces));
+        let added_clsact =
+            self.tc_mode == TcMode::Clsact && in_netns(&pod.netns, || hooks::add_clsact(&plan.interfaces))?;
+        match in_netns(&pod.netns, || ROUTING.set_sysctls(plan.v6)) {
+            Ok(changed) => facts.changed_sysctls |= changed,
+            Err(error) => put_off(error).inspect_err(|_| {
+                if added_clsact {
+                    let removed = pod.netns.run(|| hooks::remove_clsact(&plan.interfaces));
+                    report(removed.unwrap_or_default());
                 }
-            })?;
-            Ok((changed, added))
-        })?;
-        facts.changed_sysctls |= changed;
+            })?,
+        }
         facts.flags |= flag(added_clsact, FACT_ADDED_CLSACT);
         {
             let mut store = self.store();
@@ -210,7 +224,9 @@ impl Ebpf {
         }
         in_netns(&pod.netns, || {
             ROUTING.add(plan.v6, &pod.rules.reroute_interfaces.0)
-        })?;
+        })
+        .map(drop)
+        .or_else(&mut put_off)?;
         hooks::attach_lookup(&mut ebpf, self.object.dial_rule, &pod.netns)?.keep(&directory)?;
         in_netns(&pod.netns, || {
             for interface in &plan.interfaces {
@@ -223,7 +239,7 @@ impl Ebpf {
             let operation = format!("reading what was pinned in {}", directory.display());
             Error::new(operation, io::Error::from(io::ErrorKind::NotFound))
         })?;
-        Ok((programs, dns))
+        Ok((programs, fault))
     }
 
     /// The programs of an instance, if they are where they should be.

@@ -21,7 +21,7 @@ use super::{
 use crate::{
     mesh::pod::PodUid,
     redirect::{Error, Leftovers},
-    sys::{interfaces::interfaces, netns::Netns},
+    sys::{interfaces::interfaces, netns::Netns, process},
 };
 
 /// What is pinned in a directory, by whichever build.
@@ -62,6 +62,18 @@ impl Leftovers for Pinned {
 
     fn remove_shared(&self) -> Result<(), Vec<Error>> {
         let mut errors = Vec::new();
+        let strangers = || -> Result<Vec<PathBuf>, Error> {
+            let builds = self.pins.builds()?;
+            let found = builds.iter().map(pins::Build::strangers);
+            Ok(found.collect::<Result<Vec<_>, _>>()?.concat())
+        };
+        for path in strangers().map_err(|error| vec![error])? {
+            let text = "is not the directory of a pod as this version makes them: remove it first, by the version that made it if one did";
+            errors.push(Error::new(format!("removing {}", path.display()), text));
+        }
+        if !errors.is_empty() {
+            return Err(errors);
+        }
         let mut tried = |what: &str, path: &Path, result: io::Result<()>| match result {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
                 errors.push(Error::new(format!("{what} {}", path.display()), error));
@@ -134,6 +146,10 @@ pub(super) fn remove_one(
             elsewhere = place.and_then(Place::find);
             netns = elsewhere.as_ref();
         }
+    }
+    if netns.is_none() && place.is_some() && !process::sees_all() {
+        let text = "its namespace cannot be found, and this process does not see all that the node has: run it in the node's PID namespace";
+        return vec![Error::new(format!("cleaning up after {}", instance.uid), text)];
     }
     let mut errors = Vec::new();
     let place = place.or(given.map(|(_, place)| place));

@@ -235,7 +235,14 @@ impl Redirector for Ebpf {
                 .map_err(|error| Error::new("tagging a listener", error))?;
         }
         let (instance, programs) = self.attach_anew(pod, &plan, listeners)?;
-        let sysctls = in_netns(&pod.netns, || ROUTING.open_sysctls(plan.v6))?;
+        let sysctls = match in_netns(&pod.netns, || ROUTING.open_sysctls(plan.v6)) {
+            Ok(sysctls) => sysctls,
+            Err(error) => {
+                // It is captured, and is only not known to be: each look takes the long way.
+                tracing::warn!(uid = %pod.uid, %error, "the pod can't be looked at cheaply");
+                return Ok(());
+            }
+        };
         let known = Known {
             pod: pod.clone(),
             directory: instance.directory(),

@@ -13,7 +13,7 @@ use aya::{
     programs::{Program, ProgramError, ProgramFd, SchedClassifier, SkLookup},
 };
 use redirector_common::maps::{
-    ADDRESSES, COUNTERS, DECIDERS, Decider, FACTS, HINTS, LISTENERS, MAX_PODS, PODS, PROBERS, RULES, SLOT,
+    ADDRESSES, COUNTERS, DECIDERS, Decider, FACTS, HINTS, LISTENERS, MAX_SLOTS, PODS, PROBERS, RULES, SLOT,
     TAGS, TRACED,
 };
 
@@ -48,10 +48,10 @@ pub(super) fn pins_of(shared: &Path, build: &Build) -> Vec<(&'static str, PathBu
 }
 
 /// Numbers that live as long as the loader asks for.
-static SLOTS: [u32; MAX_PODS] = {
-    let mut slots = [0; MAX_PODS];
+static SLOTS: [u32; MAX_SLOTS] = {
+    let mut slots = [0; MAX_SLOTS];
     let mut slot = 0;
-    while slot < MAX_PODS {
+    while slot < MAX_SLOTS {
         slots[slot] = slot as u32;
         slot += 1;
     }

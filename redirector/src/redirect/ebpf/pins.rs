@@ -18,7 +18,7 @@ use nix::{
     mount::{MsFlags, mount},
     sys::statfs::{BPF_FS_MAGIC, statfs},
 };
-use redirector_common::maps::MAX_PODS;
+use redirector_common::maps::MAX_SLOTS;
 
 use crate::{mesh::pod::PodUid, redirect::Error};
 
@@ -161,7 +161,7 @@ impl Build {
         let (slot, uid) = name.split_once('-')?;
         Some(Instance {
             build: self.clone(),
-            slot: slot.parse().ok().filter(|slot| (*slot as usize) < MAX_PODS)?,
+            slot: slot.parse().ok().filter(|slot| (*slot as usize) < MAX_SLOTS)?,
             uid: uid.replace('+', ".").parse().ok()?,
         })
     }
@@ -255,11 +255,11 @@ mod tests {
             slot,
             uid: uid.parse().unwrap(),
         };
-        let made = [instance(7, "7bdb-1"), instance(1023, "shop_web.0")];
+        let made = [instance(7, "7bdb-1"), instance(1535, "shop_web.0")];
         for instance in &made {
             fs::create_dir(instance.directory()).unwrap();
         }
-        let strange = ["x-y", "1024-a", "-1-a", "5"].map(|name| build.pods().join(name));
+        let strange = ["x-y", "1536-a", "-1-a", "5"].map(|name| build.pods().join(name));
         for path in &strange {
             fs::create_dir(path).unwrap();
         }

@@ -25,6 +25,7 @@ pub(super) struct Shared {
     maps: Vec<(PathBuf, MapData)>,
     deciders: Vec<Loaded>,
     array: Mutex<DeciderMap>,
+    pinning: Mutex<()>,
     /// Numbers of the maps by which this build's programs are told from those that have lost theirs.
     ids: [u32; 2],
 }
@@ -54,6 +55,7 @@ impl Shared {
             maps,
             deciders,
             array: Mutex::new(open_map(&build.maps(), DECIDERS, DeciderMap::new)?),
+            pinning: Mutex::default(),
             ids: [id(PODS)?, id(DECIDERS)?],
         })
     }
@@ -72,11 +74,19 @@ impl Shared {
         Ok(missing)
     }
 
-    /// Makes the pins that are gone anew, before the maps are looked for there.
+    /// Makes the pins that are gone, or are others' by now, anew, before the maps are looked for there.
     pub(super) fn pin_again(&self) -> Result<(), Error> {
+        // One at a time: of two that make the same pin, the second would fail.
+        let _one = self.pinning.lock().unwrap_or_else(PoisonError::into_inner);
+        let id = |map: &MapData| map.info().map(|info| info.id()).ok();
         for (path, map) in &self.maps {
             if path.exists() {
-                continue;
+                let there = MapData::from_pin(path).ok();
+                if there.is_some_and(|there| id(&there) == id(map)) {
+                    continue;
+                }
+                std::fs::remove_file(path)
+                    .map_err(|error| Error::new(format!("removing {}", path.display()), error))?;
             }
             tracing::warn!(path = %path.display(), "a map's pin was gone, and is made anew");
             if let Some(directory) = path.parent() {

@@ -4,9 +4,9 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use redirector_common::maps::MAX_PODS;
+use redirector_common::maps::MAX_SLOTS;
 
-use super::Ebpf;
+use super::{Ebpf, slots::Unavailable};
 use crate::{mesh::pod::PodUid, redirect::Error};
 
 /// How many are kept. Pods come one by one or few at a time; in a greater burst the others are loaded as they come.
@@ -33,6 +33,7 @@ impl Spares {
 impl Ebpf {
     /// A slot and programs for a new instance: those that are ready, or else new ones.
     pub(super) fn programs_for(&self, uid: &PodUid) -> Result<Spare, Error> {
+        self.store().admit(uid)?;
         if let Some(spare) = self.spares.with(Vec::pop) {
             self.store().give(spare.slot, uid)?;
             return Ok(spare);
@@ -45,6 +46,9 @@ impl Ebpf {
 
     /// Makes as many ready as are wanted; fewer where the slots are scarce.
     pub(super) fn fill_spares(&self) -> Result<(), Error> {
+        if self.spares.with(|spares| spares.len()) < WANTED {
+            self.shared.pin_again()?;
+        }
         while self.spares.with(|spares| spares.len()) < WANTED {
             let Some(slot) = self.store().take_for_later() else {
                 return Ok(());
@@ -61,16 +65,15 @@ impl Ebpf {
         const ATTEMPTS: usize = 3;
         for _ in 0..ATTEMPTS {
             let taken = self.store().take();
-            match taken? {
+            match taken {
                 Ok(slot) => return Ok(slot),
-                Err(resting) => std::thread::sleep(resting),
+                Err(Unavailable::Resting(time)) => std::thread::sleep(time),
+                Err(Unavailable::Full) => break,
             }
         }
         Err(Error::new(
-            "enrolling one more pod",
-            format!(
-                "nearly all of the {MAX_PODS} pods that a node may have are there, or are just being released: try again"
-            ),
+            "taking a slot for a pod",
+            format!("all {MAX_SLOTS} are in use, or have just been: it is tried again"),
         ))
     }
 

@@ -1,15 +1,18 @@
 //! The maps of this build, and the pods' slots in them. What a pod has is keyed by its slot.
 
 use std::{
-    collections::{BTreeSet, HashMap},
+    collections::{BTreeSet, HashMap, HashSet},
     net::IpAddr,
     os::fd::{AsFd, AsRawFd, BorrowedFd},
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 use aya::maps::{MapData, MapError, SockMap};
 use redirector_common::{
-    maps::{self as layout, AddressKey, FLAG_RELEASING, Facts, Listener, MAX_PODS, PodEntry, listener_index},
+    maps::{
+        self as layout, AddressKey, FLAG_RELEASING, Facts, Listener, MAX_PODS, MAX_SLOTS, PodEntry,
+        listener_index,
+    },
     net::Addr,
     rules::{self, GENERATION},
     verdict::Counter,
@@ -123,7 +126,7 @@ impl Store {
             }
         }
         let now = Instant::now();
-        for slot in (0..MAX_PODS as u32).rev() {
+        for slot in (0..MAX_SLOTS as u32).rev() {
             if store.slots.contains_key(&slot) {
                 continue;
             }
@@ -142,16 +145,21 @@ impl Store {
         Ok(store)
     }
 
-    /// A slot for a new instance, or how long it takes until one can be had.
-    pub(super) fn take(&mut self) -> Result<Result<u32, Duration>, Error> {
-        match self.free.take(Instant::now()) {
-            Ok(slot) => Ok(Ok(slot)),
-            Err(Unavailable::Resting(time)) => Ok(Err(time)),
-            Err(Unavailable::Full) => Err(Error::new(
-                "enrolling one more pod",
-                format!("a node may have {MAX_PODS} enrolled pods, and has them: release some"),
-            )),
+    /// Whether a pod may have an instance: one that has none is one more.
+    pub(super) fn admit(&self, pod: &PodUid) -> Result<(), Error> {
+        let owners: HashSet<&PodUid> = self.slots.values().map(|held| &held.owner).collect();
+        if owners.len() < MAX_PODS || owners.contains(pod) {
+            return Ok(());
         }
+        Err(Error::new(
+            "enrolling one more pod",
+            format!("a node may have {MAX_PODS} enrolled pods, and has them: release some"),
+        ))
+    }
+
+    /// A slot for a new instance, or how long it takes until one can be had.
+    pub(super) fn take(&mut self) -> Result<u32, Unavailable> {
+        self.free.take(Instant::now())
     }
 
     /// A slot for an instance that is not needed yet, if one can be had.

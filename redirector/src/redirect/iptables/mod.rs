@@ -172,16 +172,13 @@ impl Iptables {
     /// Sees to it that routes and sysctls are in place, and tells whether they were not.
     fn route(&self, pod: &PodNetwork, record: &mut Record, v6: bool) -> Result<bool, Error> {
         let netns = &pod.netns;
-        let entered = netns.run(|| {
-            let changed = ROUTING.set_sysctls(v6)?;
-            Ok((changed, ROUTING.add(v6, &[])?))
-        });
-        let (changed_sysctls, routes) =
-            entered.map_err(|error| Error::new(format!("entering {}", netns.id()), error))??;
+        let failed = |error| Error::new(format!("entering {}", netns.id()), error);
+        let changed_sysctls = netns.run(|| ROUTING.set_sysctls(v6)).map_err(failed)??;
         if changed_sysctls & !record.changed_sysctls != 0 {
             record.changed_sysctls |= changed_sysctls;
             self.records.save(&pod.uid, record)?;
         }
+        let routes = netns.run(|| ROUTING.add(v6, &[])).map_err(failed)??;
         Ok(routes != 0 || changed_sysctls != 0)
     }
 
@@ -271,9 +268,7 @@ impl Redirector for Iptables {
             rules: pod.rules.clone(),
             v6: self.plan(pod)?,
         };
-        let look = self.looked().remove(&pod.uid);
-        let captured_before = look.is_some();
-        let look = look.filter(|look| look.was_for(&wanted));
+        let captured_before = self.looked().contains_key(&pod.uid);
         // Before the rules are: what is changed after that is found by the next look.
         let state = State::of(&self.tools, &pod.netns);
         let before = self.record_of(pod)?;
@@ -286,6 +281,10 @@ impl Redirector for Iptables {
         }
         // A record that somebody has removed does not make the pod a new one.
         let is_new = before.is_none() && !captured_before;
+        let look = self
+            .looked()
+            .remove(&pod.uid)
+            .filter(|look| look.was_for(&wanted));
         let rules_hold = record.variant == Some(self.tools.variant)
             && look.as_ref().is_some_and(|look| look.rules_hold(state));
         match self.put_back(pod, &mut record, wanted.v6, is_new, !rules_hold) {

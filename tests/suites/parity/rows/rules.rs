@@ -4,7 +4,7 @@ use redirector_tests::{
     cni,
     node::{Host, Pod},
 };
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::BOTH;
 use crate::{
@@ -247,10 +247,7 @@ struct Ruled<'a> {
 
 impl<'a> Ruled<'a> {
     fn new(scene: &'a Scene, pod: &'a Pod, annotation: &str, value: &str) -> Self {
-        let mut event = cni::event(pod);
-        event["Annotations"] = json!({ annotation: value });
-        let answer = scene.agent.post("/cmdadd", &event.to_string());
-        assert_eq!(answer.status, 200, "{}", answer.body);
+        annotate(scene, pod, &json!({ annotation: value }));
         Self { scene, pod }
     }
 }
@@ -259,7 +256,15 @@ impl Drop for Ruled<'_> {
     fn drop(&mut self) {
         // A scene whose row has failed is not used again.
         if !std::thread::panicking() {
-            self.scene.agent.enrol(self.pod);
+            // An event that tells of none would leave them as they are.
+            annotate(self.scene, self.pod, &json!({}));
         }
     }
+}
+
+fn annotate(scene: &Scene, pod: &Pod, annotations: &Value) {
+    let mut event = cni::event(pod);
+    event["Annotations"] = annotations.clone();
+    let answer = scene.agent.post("/cmdadd", &event.to_string());
+    assert_eq!(answer.status, 200, "{}", answer.body);
 }
