@@ -25,7 +25,10 @@ use std::{
 use redirector_common::consts::Mark;
 
 use self::rules::Rules;
-use crate::{mesh::pod::PodUid, sys::netns::Netns};
+use crate::{
+    mesh::pod::PodUid,
+    sys::netns::{Netns, Place},
+};
 
 /// A pod's network, as a backend needs to know it.
 #[derive(Debug, Clone)]
@@ -143,6 +146,11 @@ pub fn leftovers(bpffs_dir: &Path, iptables: iptables::Config) -> Vec<Box<dyn Le
         Box::new(ebpf::leftovers::Pinned::new(bpffs_dir)),
         Box::new(iptables::leftovers::Recorded::new(iptables)),
     ]
+}
+
+fn place_of(netns: &Netns) -> Result<Place, Error> {
+    let place = netns.place();
+    place.map_err(|error| Error::new(format!("reading the cookie of {}", netns.id()), error))
 }
 
 /// Packets counted by one program for one reason.

@@ -102,8 +102,19 @@ impl Netns {
             .unwrap_or_else(|_| Err(io::Error::other("internal fault while a namespace was made")))
     }
 
-    /// The namespace of this inode number, if somebody still has it: by name, or a process in it. Blocking.
-    pub fn find(ino: u64) -> Option<Self> {
+    /// By what it can be known again. Blocking.
+    ///
+    /// # Errors
+    /// Those of [`Self::cookie`].
+    pub fn place(&self) -> io::Result<Place> {
+        Ok(Place {
+            ino: self.id.ino,
+            cookie: self.cookie()?,
+        })
+    }
+
+    /// The namespace of this inode number, if somebody still has it: by name, or a process in it.
+    fn find(ino: u64) -> Option<Self> {
         let entries = |directory| fs::read_dir(directory).into_iter().flatten().flatten();
         let named = entries("/run/netns").map(|entry| entry.path());
         let of_processes = entries("/proc").map(|entry| entry.path().join("ns/net"));
@@ -164,6 +175,42 @@ impl Netns {
             )
         };
         Ok(socket_netns_cookie(self.run(any)??.as_fd()))
+    }
+}
+
+/// A namespace as it is remembered: inode numbers come back, cookies do not, within one boot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Place {
+    /// Inode number.
+    pub ino: u64,
+    /// [`Netns::cookie`].
+    pub cookie: Option<u64>,
+}
+
+/// What has become of a namespace.
+#[derive(Debug)]
+pub enum Fate {
+    /// Somebody still has it.
+    There(Netns),
+    /// It is no more.
+    Gone,
+    /// It was not found, and may be where this process does not see.
+    Unseen,
+}
+
+impl Place {
+    /// Looks for the namespace. `sees_all` tells whether all that there are can be seen. Blocking.
+    ///
+    /// # Errors
+    /// Those of [`Netns::cookie`], of a namespace that has the number.
+    pub fn fate(self, sees_all: bool) -> io::Result<Fate> {
+        Ok(match Netns::find(self.ino) {
+            Some(found) if found.place()? == self => Fate::There(found),
+            // Its number has come back.
+            Some(_) => Fate::Gone,
+            None if sees_all => Fate::Gone,
+            None => Fate::Unseen,
+        })
     }
 }
 
@@ -245,5 +292,22 @@ mod tests {
     fn a_namespace_keeps_its_cookie() {
         let own = Netns::current().unwrap();
         assert_eq!(own.cookie().unwrap(), own.cookie().unwrap());
+    }
+
+    #[test]
+    fn a_namespace_is_told_from_a_later_one_of_its_number() {
+        let here = Netns::current().unwrap().place().unwrap();
+        for sees_all in [false, true] {
+            assert!(matches!(here.fate(sees_all), Ok(Fate::There(found)) if found.place().unwrap() == here));
+        }
+        let before = Place {
+            cookie: Some(here.cookie.unwrap_or(0).wrapping_add(1)),
+            ..here
+        };
+        assert!(matches!(before.fate(false), Ok(Fate::Gone)));
+        // No namespace has the number 1.
+        let nowhere = Place { ino: 1, ..here };
+        assert!(matches!(nowhere.fate(false), Ok(Fate::Unseen)));
+        assert!(matches!(nowhere.fate(true), Ok(Fate::Gone)));
     }
 }

@@ -9,7 +9,7 @@ use redirector_common::maps::{
 
 use super::{
     Ebpf,
-    facts::{self, Found, Place},
+    facts::{self, Found},
     hooks::{self, Earlier, Programs, TcMode},
     in_netns, leftovers, nsid,
     object::{self, DialRule},
@@ -23,8 +23,11 @@ use super::{
 };
 use crate::{
     mesh::pod::PodUid,
-    redirect::{Error, Listeners, PodNetwork},
-    sys::{netlink::Netlink, netns::Netns},
+    redirect::{Error, Listeners, PodNetwork, place_of},
+    sys::{
+        netlink::Netlink,
+        netns::{Netns, Place},
+    },
 };
 
 /// What an instance is to serve.
@@ -44,7 +47,7 @@ impl Ebpf {
         plan: &Plan,
         listeners: Listeners<'_>,
     ) -> Result<(Instance, Programs), Error> {
-        let place = Place::of(&pod.netns)?;
+        let place = place_of(&pod.netns)?;
         let wanted = Wanted {
             pod,
             place,
@@ -402,7 +405,7 @@ impl Ebpf {
     fn facts(&self, pod: &PodNetwork, place: Place) -> Facts {
         let flags =
             flag(self.tc_mode == TcMode::Clsact, FACT_CLSACT) | flag(pod.rules.dns_capture, FACT_DNS_CAPTURE);
-        place.facts(flags)
+        facts::first(place, flags)
     }
 }
 

@@ -13,15 +13,19 @@ use redirector_common::maps::{FACT_ADDED_CLSACT, FACT_CLSACT, Facts};
 
 use super::{
     all_or,
-    facts::{self, FREED, Found, Place},
+    facts::{self, FREED, Found},
     hooks,
     pins::{self, Instance, Pins},
     routes::ROUTING,
 };
 use crate::{
     mesh::pod::PodUid,
-    redirect::{Error, Leftovers},
-    sys::{interfaces::interfaces, netns::Netns, process},
+    redirect::{Error, Leftovers, place_of},
+    sys::{
+        interfaces::interfaces,
+        netns::{Fate, Netns, Place},
+        process,
+    },
 };
 
 /// What is pinned in a directory, by whichever build.
@@ -114,7 +118,7 @@ pub(super) fn remove(
 ) -> Result<(), Vec<Error>> {
     let others = others(pins, uid).map_err(|error| vec![error])?;
     let given = given
-        .map(|netns| Ok((netns, Place::of(netns)?)))
+        .map(|netns| Ok((netns, place_of(netns)?)))
         .transpose()
         .map_err(|error| vec![error])?;
     let mut errors = Vec::new();
@@ -143,13 +147,20 @@ pub(super) fn remove_one(
     match given {
         Some((given, at)) if place.is_none_or(|place| place == at) => netns = Some(given),
         _ => {
-            elsewhere = place.and_then(Place::find);
+            let fate = place.map_or(Ok(Fate::Gone), |place| place.fate(process::sees_all()));
+            let failed = || format!("looking for the namespace of {}", instance.uid);
+            elsewhere = match fate {
+                Ok(Fate::There(found)) => Some(found),
+                Ok(Fate::Gone) => None,
+                Ok(Fate::Unseen) => {
+                    let text = "it is not found, and this process does not see all that the node has: run it in the node's PID namespace, \
+                                with CAP_SYS_PTRACE";
+                    return vec![Error::new(failed(), text)];
+                }
+                Err(error) => return vec![Error::new(failed(), error)],
+            };
             netns = elsewhere.as_ref();
         }
-    }
-    if netns.is_none() && place.is_some() && !process::sees_all() {
-        let text = "its namespace cannot be found, and this process does not see all that the node has: run it in the node's PID namespace";
-        return vec![Error::new(format!("cleaning up after {}", instance.uid), text)];
     }
     let mut errors = Vec::new();
     let place = place.or(given.map(|(_, place)| place));

@@ -11,7 +11,11 @@ use std::{
 use serde::{Deserialize, Serialize};
 
 use super::run::Variant;
-use crate::{mesh::pod::PodUid, redirect::Error, sys::netns::Netns};
+use crate::{
+    mesh::pod::PodUid,
+    redirect::{Error, place_of},
+    sys::netns::{Netns, Place},
+};
 
 const SUFFIX: &str = ".json";
 
@@ -49,9 +53,10 @@ impl Record {
     }
 
     fn blank(netns: &Netns) -> Result<Self, Error> {
+        let place = place_of(netns)?;
         Ok(Self {
-            netns_ino: netns.id().ino,
-            netns_cookie: cookie(netns)?,
+            netns_ino: place.ino,
+            netns_cookie: place.cookie,
             variant: None,
             changed_sysctls: 0,
         })
@@ -59,7 +64,15 @@ impl Record {
 
     /// Whether this namespace is meant.
     pub(super) fn is_of(&self, netns: &Netns) -> Result<bool, Error> {
-        Ok(self.netns_ino == netns.id().ino && self.netns_cookie == cookie(netns)?)
+        Ok(self.place() == place_of(netns)?)
+    }
+
+    /// The namespace that is meant.
+    pub(super) fn place(&self) -> Place {
+        Place {
+            ino: self.netns_ino,
+            cookie: self.netns_cookie,
+        }
     }
 
     /// What its rules may be written to.
@@ -67,12 +80,6 @@ impl Record {
         self.variant
             .map_or(Variant::ALL.to_vec(), |variant| vec![variant])
     }
-}
-
-fn cookie(netns: &Netns) -> Result<Option<u64>, Error> {
-    netns
-        .cookie()
-        .map_err(|error| Error::new(format!("asking for the cookie of {}", netns.id()), error))
 }
 
 /// What there is for a pod.

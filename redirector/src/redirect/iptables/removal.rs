@@ -7,7 +7,11 @@ use super::{
     run::{Tools, Variant},
     write::Writer,
 };
-use crate::{mesh::pod::PodUid, redirect::Error, sys::netns::Netns};
+use crate::{
+    mesh::pod::PodUid,
+    redirect::Error,
+    sys::netns::{Fate, Netns},
+};
 
 /// What a removal needs.
 pub(super) struct Removal<'a> {
@@ -48,14 +52,12 @@ impl Removal<'_> {
             return Ok(self.clear(netns, &record));
         }
         let ino = record.netns_ino;
-        match Netns::find(ino) {
-            // Another pod's record with this namespace means that the number has come back.
-            Some(found) if record.is_of(&found)? && !self.records.others_have(uid, ino)? => {
-                Ok(self.clear(&found, &record))
-            }
-            Some(_) => Ok(Vec::new()),
-            None if self.sees_all => Ok(Vec::new()),
-            None => Err(Error::new(
+        let failed = |error| Error::new(format!("looking for the namespace net:[{ino}] of {uid}"), error);
+        match record.place().fate(self.sees_all).map_err(failed)? {
+            // Before Linux 5.14 there are no cookies: another pod's record with this namespace means that the number has come back.
+            Fate::There(found) if !self.records.others_have(uid, ino)? => Ok(self.clear(&found, &record)),
+            Fate::There(_) | Fate::Gone => Ok(Vec::new()),
+            Fate::Unseen => Err(Error::new(
                 format!("looking for the namespace net:[{ino}] of {uid}"),
                 format!(
                     "no process here and no name in /run/netns has it, but others may: run this in the node's PID namespace with \
