@@ -211,6 +211,8 @@ struct Agent {
     state: tempfile::TempDir,
 }
 
+type Answer = oneshot::Receiver<Result<(), Error>>;
+
 impl Agent {
     /// An agent that has not seen a snapshot.
     fn fresh(release_on_exit: bool) -> Self {
@@ -264,10 +266,23 @@ impl Agent {
             .unwrap()
     }
 
-    async fn send(&self, event: impl FnOnce(Reply) -> PodEvent) -> oneshot::Receiver<Result<(), Error>> {
+    async fn send(&self, event: impl FnOnce(Reply) -> PodEvent) -> Answer {
         let (reply, answer) = oneshot::channel();
         self.events.send(event(reply)).await.unwrap();
         answer
+    }
+
+    /// A pod `a` whose add is being carried out until the first of these is told, and whose delete waits; and their answers.
+    async fn busy(&self) -> (std::sync::mpsc::Sender<()>, Answer, Answer) {
+        let (open, gate) = std::sync::mpsc::channel();
+        *self.world.gate.lock().unwrap() = Some(("a".into(), gate));
+        let first = self.send(|reply| PodEvent::Add(pod("a", 2), reply)).await;
+        let delete = PodDelete {
+            uid: "a".parse().unwrap(),
+            netns: None,
+        };
+        let second = self.send(|reply| PodEvent::Delete(delete, reply)).await;
+        (open, first, second)
     }
 
     async fn add(&self, add: PodAdd) -> Result<(), Error> {
@@ -593,14 +608,7 @@ async fn a_late_delete_leaves_the_new_owner_alone() {
 #[tokio::test]
 async fn what_is_asked_of_a_busy_pod_waits_and_other_pods_do_not() {
     let mut agent = Agent::synced().await;
-    let (open, gate) = std::sync::mpsc::channel();
-    *agent.world.gate.lock().unwrap() = Some(("a".into(), gate));
-    let first = agent.send(|reply| PodEvent::Add(pod("a", 2), reply)).await;
-    let delete = PodDelete {
-        uid: "a".parse().unwrap(),
-        netns: None,
-    };
-    let second = agent.send(|reply| PodEvent::Delete(delete, reply)).await;
+    let (open, first, second) = agent.busy().await;
     let third = agent.send(|reply| PodEvent::Add(pod("a", 3), reply)).await;
     agent.add(pod("b", 4)).await.unwrap();
     // The namespaces of what waits are taken.

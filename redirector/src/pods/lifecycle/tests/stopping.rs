@@ -41,14 +41,7 @@ async fn stopping_can_release_everything() {
 #[tokio::test]
 async fn what_waits_when_the_agent_stops_is_answered() {
     let agent = Agent::synced().await;
-    let (open, gate) = std::sync::mpsc::channel();
-    *agent.world.gate.lock().unwrap() = Some(("a".into(), gate));
-    let first = agent.send(|reply| PodEvent::Add(pod("a", 2), reply)).await;
-    let delete = PodDelete {
-        uid: "a".parse().unwrap(),
-        netns: None,
-    };
-    let second = agent.send(|reply| PodEvent::Delete(delete, reply)).await;
+    let (open, first, second) = agent.busy().await;
     agent.add(pod("b", 3)).await.unwrap();
     agent.stop.cancel();
     assert!(matches!(second.await.unwrap(), Err(Error::Stopping)));
