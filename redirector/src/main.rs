@@ -151,6 +151,8 @@ fn run_agent(agent: Agent) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(config.worker_threads)
         .thread_name("redirector")
+        // Shorter than the time between looks, which would each keep another of the threads that a burst has left.
+        .thread_keep_alive(std::time::Duration::from_secs(1))
         .enable_all()
         .build()
         .context("cannot start the runtime")?;

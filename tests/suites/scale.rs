@@ -32,8 +32,6 @@ const CYCLES: usize = 1000;
 const CYCLES_PER_SECOND: u32 = 50;
 /// Names of pods that come and go at one time; the agent takes 64 events at one time, and some of these send two.
 const VISITORS: usize = 16;
-/// The runtime's idle threads end after 10 s, and what is done every 1.5 s wakes the one that has waited longest.
-const KEPT_THREADS: u64 = 8;
 /// How long the agent with all pods is watched doing nothing: two of its looks at them.
 const IDLE: Duration = Duration::from_secs(10);
 /// What may stay of memory: allocators keep some, and what is read once.
@@ -190,7 +188,7 @@ fn comes_back(agent: &Agent, node: &Node, before: &Holdings, process: Process) {
     let now = Holdings::settle(agent, node, before);
     let threads = wait::until("the agent's threads to end", || {
         let now = Process::of(agent).threads;
-        (now <= process.threads + KEPT_THREADS).then_some(now)
+        (now <= process.threads).then_some(now)
     });
     let resident = Process::of(agent).resident_kib;
     println!(

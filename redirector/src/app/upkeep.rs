@@ -50,7 +50,6 @@ impl Upkeep {
 
     async fn once(&mut self) {
         let redirector = Arc::clone(&self.redirector);
-        // In one, since each wakes another idle thread of the runtime's, which would end otherwise.
         let both = move || (redirector.look_for_probers(), redirector.make_ready());
         match spawn_blocking(both).await {
             Ok((found, ready)) => {
