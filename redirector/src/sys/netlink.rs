@@ -1,6 +1,7 @@
-//! A route-netlink socket of the calling thread's network namespace, used in turns: one request, and its whole answer.
+//! A netlink socket of the calling thread's network namespace, used in turns: one request, and its whole answer. Of rtnetlink as a rule;
+//! `rulesets` has one of nftables.
 //!
-//! The kernel answers within the call that asks (rtnetlink is synchronous), so a blocking socket is all it takes: opening one
+//! The kernel answers within the call that asks (both are synchronous), so a blocking socket is all it takes: opening one
 //! and asking costs some microseconds.
 
 use std::{
@@ -31,6 +32,7 @@ const BUFFER_BYTES: usize = 32 * 1024;
 const ANSWER_SECONDS: i64 = 5;
 
 // include/uapi/linux/netlink.h
+const HEADER_BYTES: usize = 16;
 const NLMSG_NOOP: u16 = 1;
 const NLMSG_ERROR: u16 = 2;
 const NLMSG_DONE: u16 = 3;
@@ -44,16 +46,21 @@ pub struct Netlink {
 }
 
 impl Netlink {
-    /// Opens a socket in the calling thread's namespace.
+    /// Opens a socket of rtnetlink in the calling thread's namespace.
     ///
     /// # Errors
     /// Those of socket(2).
     pub fn open() -> io::Result<Self> {
+        Self::of(SockProtocol::NetlinkRoute)
+    }
+
+    /// Opens a socket of another protocol.
+    pub(super) fn of(protocol: SockProtocol) -> io::Result<Self> {
         let socket = socket(
             AddressFamily::Netlink,
             SockType::Raw,
             SockFlag::SOCK_CLOEXEC,
-            SockProtocol::NetlinkRoute,
+            protocol,
         )?;
         setsockopt(&socket, ReceiveTimeout, &TimeVal::new(ANSWER_SECONDS, 0))?;
         Ok(Self {
@@ -90,11 +97,38 @@ impl Netlink {
         self.ask(message, NLM_F_DUMP)
     }
 
-    fn ask(&mut self, message: RouteNetlinkMessage, flags: u16) -> io::Result<Vec<Vec<u8>>> {
+    /// Asks for one thing by a message of another protocol; the answer comes without the netlink header.
+    ///
+    /// # Errors
+    /// As [`Self::get`].
+    pub(super) fn get_raw(&mut self, kind: u16, payload: &[u8]) -> io::Result<Vec<u8>> {
+        let length = u32::try_from(HEADER_BYTES + payload.len()).map_err(invalid)?;
+        let flags = NLM_F_REQUEST | NLM_F_ACK;
+        let sequence = self.next();
+        let mut bytes = [
+            &length.to_ne_bytes()[..],
+            &kind.to_ne_bytes(),
+            &flags.to_ne_bytes(),
+        ]
+        .concat();
+        // The sender's port, which the kernel fills in, comes last.
+        bytes.extend([sequence.to_ne_bytes(), [0; 4]].concat());
+        bytes.extend(payload);
+        send(self.socket.as_raw_fd(), &bytes, MsgFlags::empty())?;
+        self.answers()?
+            .pop()
+            .ok_or_else(|| io::ErrorKind::NotFound.into())
+    }
+
+    fn next(&mut self) -> u32 {
         self.sequence = self.sequence.wrapping_add(1);
+        self.sequence
+    }
+
+    fn ask(&mut self, message: RouteNetlinkMessage, flags: u16) -> io::Result<Vec<Vec<u8>>> {
         let mut header = NetlinkHeader::default();
         header.flags = NLM_F_REQUEST | flags;
-        header.sequence_number = self.sequence;
+        header.sequence_number = self.next();
         let mut request = NetlinkMessage::new(header, NetlinkPayload::InnerMessage(message));
         request.finalize();
         let mut bytes = vec![0; request.buffer_len()];
