@@ -1,5 +1,5 @@
-//! What the backend does beside the pods' events, before the first pod and then again and again: it looks who probes the pods, and
-//! makes ready for pods that are still to come.
+//! What the backend does beside the pods' events, before the first pod and then again and again: it looks who probes the pods,
+//! makes ready for pods that are still to come, and keeps what all pods share.
 
 use std::sync::Arc;
 

@@ -113,8 +113,8 @@ pub trait Redirector: Send + Sync {
         Ok(None)
     }
 
-    /// Does ahead what the next pods would have to wait for. Blocking; to be called before the first pod is attached, and then every
-    /// few seconds.
+    /// Does ahead what the next pods would have to wait for, and puts back what all pods share. Blocking; to be called before the
+    /// first pod is attached, and then every second or two.
     fn make_ready(&self) -> Result<(), Error> {
         Ok(())
     }

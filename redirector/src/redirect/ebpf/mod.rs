@@ -218,9 +218,6 @@ impl Redirector for Ebpf {
 
     fn attach(&self, pod: &PodNetwork, listeners: Listeners<'_>) -> Result<(), Error> {
         let listening = look::cookies(listeners)?;
-        if self.shared.put_back()? {
-            tracing::warn!("programs that all pods share were gone from their array, and are put back");
-        }
         let known = self.known().get(&pod.uid).map(Arc::clone);
         if let Some(known) = known
             && known.still_holds(pod, listening, self.tc_mode)
@@ -318,6 +315,9 @@ impl Redirector for Ebpf {
     }
 
     fn make_ready(&self) -> Result<(), Error> {
+        if self.shared.put_back()? {
+            tracing::warn!("programs that all pods share were gone from their array, and are put back");
+        }
         self.fill_spares()
     }
 
