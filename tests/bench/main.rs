@@ -2,12 +2,16 @@
 //!
 //! - [`proxy`]: what the detour through the proxies costs; [`redirect`]: what the ways of redirecting cost, side by side
 //! - [`load`] makes the traffic, [`usage`] says what it took, [`machine`] on what; [`stats`] makes numbers of it
+//! - [`results`] keeps every value, [`table`] and [`chart`] show them
 
+mod chart;
 mod load;
 mod machine;
 mod proxy;
 mod redirect;
+mod results;
 mod stats;
+mod table;
 mod usage;
 
 use anyhow::Result;

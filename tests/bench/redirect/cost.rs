@@ -6,14 +6,14 @@ use anyhow::{Context, Result};
 use redirector_tests::{mesh::Mesh, node::Family};
 
 use super::{
-    Sizes,
+    Results, Sizes,
     modes::Mode,
     programs::{Counting, Empty, Id, Runs, runs_during},
-    results::{COUNT, Figure, NANOSECONDS, Results},
     traffic::Scenario,
 };
 use crate::{
     load::{Pair, Way},
+    results::{COUNT, Figure, NANOSECONDS},
     stats::Summary,
 };
 
@@ -144,7 +144,7 @@ pub(crate) fn measure(
 pub(crate) const RUNS: &str = "how often a program runs";
 
 /// Nanoseconds of a run beyond those of the empty program in the same round.
-pub(crate) fn net(results: &Results, figure: &Figure, mode: Mode) -> Option<Summary> {
+pub(crate) fn net(results: &Results, figure: &Figure<Mode>, mode: Mode) -> Option<Summary> {
     let empty = results.find(&figure.group, EMPTY)?.values(Mode::None);
     let net: Vec<f64> = figure
         .values(mode)

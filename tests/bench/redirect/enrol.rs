@@ -18,11 +18,8 @@ use redirector_tests::{
     wait,
 };
 
-use super::{
-    modes::Mode,
-    results::{MILLISECONDS, Results},
-};
-use crate::stats;
+use super::{Results, modes::Mode};
+use crate::{results::MILLISECONDS, stats};
 
 pub(crate) const ONE_AT_A_TIME: &str = "one pod at a time";
 /// Names of figures.

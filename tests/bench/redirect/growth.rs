@@ -6,14 +6,16 @@ use anyhow::{Context, Result};
 use redirector_tests::{mesh::Mesh, node::Family, node::Pod};
 
 use super::{
-    Sizes,
+    Results, Sizes,
     enrol::{self, Act, ENROL_REDIRECTION},
     modes::Mode,
     programs::{Counting, Id, runs_during},
-    results::{COUNT, MIB, MICROSECONDS, MILLISECONDS, NANOSECONDS, PER_SECOND, Results},
     traffic::{CONNECTIONS, P50, Scenario},
 };
-use crate::usage;
+use crate::{
+    results::{COUNT, Compared as _, MIB, MICROSECONDS, MILLISECONDS, NANOSECONDS, PER_SECOND},
+    usage,
+};
 
 /// Each figure is measured as often at every number of pods.
 const REPEATS: usize = 3;

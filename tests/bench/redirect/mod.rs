@@ -2,7 +2,7 @@
 //! `cargo xtask bench redirect` builds and runs it.
 //!
 //! [`modes`] says what is compared. A round measures every mode once: [`traffic`], [`enrol`] with the pods of a [`crowd`], and
-//! [`cost`] of the [`programs`]. [`growth`] comes once, at the end. [`results`] keeps every value; [`targets`] holds them against
+//! [`cost`] of the [`programs`]. [`growth`] comes once, at the end. [`targets`] holds every value against
 //! what the project wants to reach, and [`report`] and [`plot`] write the files.
 
 mod cost;
@@ -13,7 +13,6 @@ mod modes;
 mod plot;
 mod programs;
 mod report;
-mod results;
 mod targets;
 mod traffic;
 
@@ -28,8 +27,15 @@ use anyhow::{Context, Result, ensure};
 use clap::{Args, ValueEnum};
 use redirector_tests::{mesh::Mesh, node::Family, wait, workloads::Workloads};
 
-use self::{crowd::Crowd, modes::Mode, programs::Id, report::Report, results::Results};
-use crate::machine::{self, Machine};
+use self::{crowd::Crowd, modes::Mode, programs::Id, report::Report};
+use crate::{
+    machine::{self, Machine},
+    results::{self, Compared as _},
+    table::targets_table,
+};
+
+/// Every figure of a run.
+type Results = results::Results<Mode>;
 
 /// Arguments of `redirect`.
 #[derive(Args)]
@@ -272,6 +278,6 @@ fn write(directory: &Path, report: &Report) -> Result<()> {
     let names: Vec<&str> = plots.iter().map(|(name, _)| name.as_str()).collect();
     let text = report.to_markdown(&names);
     put("redirect.md", &text)?;
-    println!("\n{}", report.targets_table());
+    println!("\n{}", targets_table(&report.targets));
     Ok(())
 }

@@ -8,7 +8,7 @@ use redirector_tests::{
     mesh::Mesh,
 };
 
-use crate::machine;
+use crate::{machine, results::Compared};
 
 /// A way of redirecting.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
@@ -28,9 +28,8 @@ pub(crate) enum Mode {
 /// The log of the agents that are measured: as it is by default, and how long the backend took with each pod.
 const LOG: &str = "info,redirector::pods::work=debug";
 
-impl Mode {
-    /// Name in tables and files.
-    pub(crate) fn name(self) -> &'static str {
+impl Compared for Mode {
+    fn name(self) -> &'static str {
         match self {
             Self::None => "none",
             Self::Nft => "iptables-nft",
@@ -40,8 +39,7 @@ impl Mode {
         }
     }
 
-    /// Red, green and blue in plots.
-    pub(crate) fn colour(self) -> (u8, u8, u8) {
+    fn colour(self) -> (u8, u8, u8) {
         match self {
             Self::None => (0x9e, 0x9e, 0x9e),
             Self::Nft => (0xe6, 0x9f, 0x00),
@@ -50,7 +48,9 @@ impl Mode {
             Self::Tcx => (0x00, 0x5a, 0xa0),
         }
     }
+}
 
+impl Mode {
     pub(crate) fn is_ebpf(self) -> bool {
         matches!(self, Self::Clsact | Self::Tcx)
     }

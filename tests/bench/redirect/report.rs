@@ -6,15 +6,12 @@ use anyhow::Result;
 use redirector_tests::node::Family;
 use serde_json::{Value, json};
 
-use super::{
-    Sizes, cost,
-    modes::Mode,
-    results::{Figure, Results},
-    targets::{Goal, Target},
-};
+use super::{Results, Sizes, cost, modes::Mode};
 use crate::{
     machine::Machine,
-    stats::{Ratio, Summary},
+    results::{Compared as _, Figure},
+    stats::Ratio,
+    table::{Target, capitalised, ratio_cell, spread, target_json, targets_table},
 };
 
 /// A run.
@@ -36,19 +33,6 @@ pub(crate) struct Report {
 impl Report {
     /// Every value, and what they were measured on.
     pub(crate) fn to_json(&self) -> Result<String> {
-        let target = |target: &Target| {
-            let (kind, goal) = match target.goal {
-                Goal::AtLeast(goal) => ("at_least", goal),
-                Goal::AtMost(goal) => ("at_most", goal),
-            };
-            json!({
-                "measure": target.measure, "unit": target.unit, kind: goal, "reached": target.reached(),
-                "found": target.found.as_ref().map(|found| found.summary.median),
-                "lower_quartile": target.found.as_ref().map(|found| found.summary.lower_quartile),
-                "upper_quartile": target.found.as_ref().map(|found| found.summary.upper_quartile),
-                "note": target.found.as_ref().map(|found| &found.note),
-            })
-        };
         let mut machine = self.machine.to_json();
         machine["load_after"] = json!(self.load_after);
         let value = json!({
@@ -65,7 +49,7 @@ impl Report {
                 "pods_growing": self.sizes.growth,
             },
             "figures": self.results.to_json(),
-            "measures_to_reach": self.targets.iter().map(target).collect::<Vec<Value>>(),
+            "measures_to_reach": self.targets.iter().map(target_json).collect::<Vec<Value>>(),
         });
         Ok(serde_json::to_string_pretty(&value)? + "\n")
     }
@@ -74,7 +58,7 @@ impl Report {
     pub(crate) fn to_markdown(&self, plots: &[&str]) -> String {
         let mut text = self.head();
         text.push_str("\n## Measures to reach\n\n");
-        text.push_str(&self.targets_table());
+        text.push_str(&targets_table(&self.targets));
         if !plots.is_empty() {
             text.push_str("\n## Plots\n\nBars are medians, whiskers go from the least to the most.\n\n");
             for plot in plots {
@@ -138,40 +122,8 @@ impl Report {
         text
     }
 
-    /// The measures to reach, as a table.
-    pub(crate) fn targets_table(&self) -> String {
-        let mut text = String::from("| measure | goal | found (quartiles) | |\n|---|---|---|---|\n");
-        for target in &self.targets {
-            let goal = match target.goal {
-                Goal::AtLeast(goal) => format!("at least {}", number(goal)),
-                Goal::AtMost(goal) => format!("at most {}", number(goal)),
-            };
-            let verdict = match target.reached() {
-                None => "not measured",
-                Some(true) => "reached",
-                Some(false) => "**missed**",
-            };
-            let (found, note) = match &target.found {
-                None => ("-".to_owned(), ""),
-                Some(found) => (spread(&found.summary), found.note.as_str()),
-            };
-            let verdict = if note.is_empty() {
-                verdict.to_owned()
-            } else {
-                format!("{verdict}; {note}")
-            };
-            let _ = writeln!(
-                text,
-                "| {} | {} | {found} | {verdict} |",
-                target.measure,
-                format!("{goal} {}", target.unit).trim_end(),
-            );
-        }
-        text
-    }
-
     fn group_table(&self, group: &str) -> String {
-        let figures: Vec<&Figure> = self.results.group(group).collect();
+        let figures: Vec<&Figure<Mode>> = self.results.group(group).collect();
         let modes: Vec<Mode> = self
             .modes
             .iter()
@@ -216,12 +168,12 @@ impl Report {
         text
     }
 
-    fn compared(&self, figures: &[&Figure]) -> bool {
+    fn compared(&self, figures: &[&Figure<Mode>]) -> bool {
         figures.iter().any(|figure| self.ratio(figure).is_some())
     }
 
     /// Of the first eBPF mode that has the figure, TCX before clsact, to the better iptables backend.
-    fn ratio(&self, figure: &Figure) -> Option<Ratio> {
+    fn ratio(&self, figure: &Figure<Mode>) -> Option<Ratio> {
         let ours = self
             .modes
             .iter()
@@ -233,87 +185,10 @@ impl Report {
     }
 }
 
-fn ratio_cell(ratio: &Ratio) -> String {
-    let equal = if ratio.is_shown() { "" } else { " =" };
-    format!("{:.2}{equal}", ratio.summary.median)
-}
-
-fn spread(summary: &Summary) -> String {
-    let Summary {
-        lower_quartile,
-        median,
-        upper_quartile,
-        ..
-    } = *summary;
-    if lower_quartile == upper_quartile {
-        return number(median);
-    }
-    format!(
-        "{} ({} to {})",
-        number(median),
-        number(lower_quartile),
-        number(upper_quartile)
-    )
-}
-
-/// Three digits, more where there are more before the point.
-pub(crate) fn number(value: f64) -> String {
-    let digits = match value.abs() {
-        0.0 => 0,
-        size if size >= 99.95 => 0,
-        size if size >= 9.995 => 1,
-        size if size >= 0.9995 => 2,
-        _ => 3,
-    };
-    let text = format!("{value:.digits$}");
-    let (sign, rest) = text
-        .strip_prefix('-')
-        .map_or(("", text.as_str()), |rest| ("-", rest));
-    let (whole, fraction) = rest.split_once('.').unwrap_or((rest, ""));
-    let mut grouped = String::new();
-    for (place, digit) in whole.chars().enumerate() {
-        if place > 0 && (whole.len() - place).is_multiple_of(3) {
-            grouped.push(',');
-        }
-        grouped.push(digit);
-    }
-    match fraction.trim_end_matches('0') {
-        "" => format!("{sign}{grouped}"),
-        fraction => format!("{sign}{grouped}.{fraction}"),
-    }
-}
-
-fn capitalised(text: &str) -> String {
-    let mut chars = text.chars();
-    chars
-        .next()
-        .map(|first| first.to_uppercase().chain(chars).collect())
-        .unwrap_or_default()
-}
-
 #[cfg(test)]
 mod tests {
-    use super::{
-        super::results::{COUNT, MICROSECONDS, PER_SECOND},
-        *,
-    };
-
-    #[test]
-    fn numbers_have_as_many_digits_as_mean_something() {
-        for (value, expected) in [
-            (0.0, "0"),
-            (0.123_45, "0.123"),
-            (1.0, "1"),
-            (1.239, "1.24"),
-            (12.34, "12.3"),
-            (123.4, "123"),
-            (1234.5, "1,234"),
-            (1_234_567.0, "1,234,567"),
-            (-12.34, "-12.3"),
-        ] {
-            assert_eq!(number(value), expected);
-        }
-    }
+    use super::*;
+    use crate::results::{COUNT, MICROSECONDS, PER_SECOND};
 
     #[test]
     fn the_tables_have_every_mode_and_every_figure() {

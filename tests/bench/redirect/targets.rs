@@ -1,51 +1,17 @@
 //! What the project wants to reach, and what was found. A goal that was missed, or that the rounds do not show, is told as such.
 
 use super::{
-    Sizes, cost,
+    Results, Sizes, cost,
     enrol::{self, ENROL_ALL_REDIRECTION, ENROL_REDIRECTION, ONE_AT_A_TIME},
     growth,
     modes::{Mode, with_traffic},
-    results::{Better, Results},
     traffic::{BULK, CONNECTIONS, CONNTRACK, LOST_SYNS, P50, Scenario},
 };
-use crate::stats::{Ratio, Summary};
-
-/// A goal.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) enum Goal {
-    AtLeast(f64),
-    AtMost(f64),
-}
-
-/// What was found of a measure.
-#[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Found {
-    /// Over the rounds. The median counts.
-    pub(crate) summary: Summary,
-    /// What a reader must know of it.
-    pub(crate) note: String,
-}
-
-/// A measure to reach.
-#[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Target {
-    pub(crate) measure: String,
-    pub(crate) unit: &'static str,
-    pub(crate) goal: Goal,
-    /// `None`: this run has not measured it.
-    pub(crate) found: Option<Found>,
-}
-
-impl Target {
-    /// `None` where it was not measured.
-    pub(crate) fn reached(&self) -> Option<bool> {
-        let median = self.found.as_ref()?.summary.median;
-        Some(match self.goal {
-            Goal::AtLeast(goal) => median >= goal,
-            Goal::AtMost(goal) => median <= goal,
-        })
-    }
-}
+use crate::{
+    results::{Better, Compared as _},
+    stats::{Ratio, Summary},
+    table::{Found, Goal, Target, by_ratio},
+};
 
 /// What "no growth" is held to be: the spread of single values over rounds is of this size.
 const NO_GROWTH: f64 = 1.10;
@@ -245,21 +211,10 @@ impl Context<'_> {
     }
 }
 
-fn by_ratio(ratio: Ratio) -> Found {
-    let shown = if ratio.is_shown() {
-        ""
-    } else {
-        "; **no difference is shown**"
-    };
-    Found {
-        summary: ratio.summary,
-        note: format!("more in {}, less in {} pairs{shown}", ratio.more, ratio.less),
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use super::{super::results::PER_SECOND, *};
+    use super::*;
+    use crate::results::PER_SECOND;
 
     #[test]
     fn our_mode_is_held_against_the_better_iptables() {

@@ -8,13 +8,10 @@ use redirector_tests::{
     node::{Family, Host},
 };
 
-use super::{
-    Sizes,
-    modes::Mode,
-    results::{COUNT, GBITS, MICROSECONDS, PER_SECOND, Results, SECONDS},
-};
+use super::{Results, Sizes, modes::Mode};
 use crate::{
     load::{Pair, Way},
+    results::{COUNT, Compared as _, GBITS, MICROSECONDS, PER_SECOND, SECONDS},
     usage::Cpu,
 };
 

@@ -4,8 +4,16 @@ use std::collections::BTreeMap;
 
 use serde_json::{Value, json};
 
-use super::modes::Mode;
 use crate::stats::{Ratio, Summary, median};
+
+/// What is compared.
+pub(crate) trait Compared: Copy + Ord {
+    /// Name in tables and files.
+    fn name(self) -> &'static str;
+
+    /// Red, green and blue in plots.
+    fn colour(self) -> (u8, u8, u8);
+}
 
 /// Which way a figure gets better.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -16,32 +24,32 @@ pub(crate) enum Better {
 
 /// Values of one figure.
 #[derive(Debug, Clone)]
-pub(crate) struct Figure {
+pub(crate) struct Figure<M> {
     /// What was done: a scenario.
     pub(crate) group: String,
     /// What was measured of it.
     pub(crate) name: String,
     pub(crate) unit: &'static str,
     pub(crate) better: Better,
-    values: BTreeMap<Mode, Vec<f64>>,
+    values: BTreeMap<M, Vec<f64>>,
 }
 
-impl Figure {
+impl<M: Compared> Figure<M> {
     /// The values of a mode, in the order they were measured.
-    pub(crate) fn values(&self, mode: Mode) -> &[f64] {
+    pub(crate) fn values(&self, mode: M) -> &[f64] {
         self.values.get(&mode).map_or(&[], Vec::as_slice)
     }
 
-    pub(crate) fn summary(&self, mode: Mode) -> Option<Summary> {
+    pub(crate) fn summary(&self, mode: M) -> Option<Summary> {
         Summary::of(self.values(mode))
     }
 
     /// Of the modes, the one with the best median.
-    pub(crate) fn best(&self, modes: impl IntoIterator<Item = Mode>) -> Option<Mode> {
+    pub(crate) fn best(&self, modes: impl IntoIterator<Item = M>) -> Option<M> {
         let medians = modes
             .into_iter()
             .filter_map(|mode| Some((mode, median(self.values(mode))?)));
-        let worse_first = |a: &(Mode, f64), b: &(Mode, f64)| match self.better {
+        let worse_first = |a: &(M, f64), b: &(M, f64)| match self.better {
             Better::More => a.1.total_cmp(&b.1),
             Better::Less => b.1.total_cmp(&a.1),
         };
@@ -49,18 +57,24 @@ impl Figure {
     }
 
     /// How often as much `mode` has as `by`, round by round.
-    pub(crate) fn ratio(&self, mode: Mode, by: Mode) -> Option<Ratio> {
+    pub(crate) fn ratio(&self, mode: M, by: M) -> Option<Ratio> {
         Ratio::of(self.values(mode), self.values(by))
     }
 }
 
 /// All figures, in the order in which they were first measured.
-#[derive(Debug, Default)]
-pub(crate) struct Results(Vec<Figure>);
+#[derive(Debug)]
+pub(crate) struct Results<M>(Vec<Figure<M>>);
 
-impl Results {
+impl<M> Default for Results<M> {
+    fn default() -> Self {
+        Self(Vec::new())
+    }
+}
+
+impl<M: Compared> Results<M> {
     /// Adds a value.
-    pub(crate) fn add(&mut self, group: &str, name: &str, (unit, better): Unit, mode: Mode, value: f64) {
+    pub(crate) fn add(&mut self, group: &str, name: &str, (unit, better): Unit, mode: M, value: f64) {
         let place = self.0.iter().position(|f| f.group == group && f.name == name);
         let place = place.unwrap_or_else(|| {
             self.0.push(Figure {
@@ -75,12 +89,12 @@ impl Results {
         self.0[place].values.entry(mode).or_default().push(value);
     }
 
-    pub(crate) fn find(&self, group: &str, name: &str) -> Option<&Figure> {
+    pub(crate) fn find(&self, group: &str, name: &str) -> Option<&Figure<M>> {
         self.0.iter().find(|f| f.group == group && f.name == name)
     }
 
     /// The figures of a group.
-    pub(crate) fn group<'a>(&'a self, group: &'a str) -> impl Iterator<Item = &'a Figure> {
+    pub(crate) fn group<'a>(&'a self, group: &'a str) -> impl Iterator<Item = &'a Figure<M>> {
         self.0.iter().filter(move |figure| figure.group == group)
     }
 
@@ -97,7 +111,7 @@ impl Results {
 
     /// Every value.
     pub(crate) fn to_json(&self) -> Value {
-        let figure = |figure: &Figure| {
+        let figure = |figure: &Figure<M>| {
             let modes = figure.values.iter().map(|(mode, values)| {
                 let summary = figure.summary(*mode).map(|s| {
                     json!({
@@ -133,13 +147,42 @@ pub(crate) const MIB: Unit = ("MiB", Better::Less);
 pub(crate) const COUNT: Unit = ("", Better::Less);
 
 #[cfg(test)]
+pub(crate) mod testing {
+    /// What tests compare.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+    pub(crate) enum Mode {
+        Direct,
+        Ours,
+        Theirs,
+    }
+
+    impl super::Compared for Mode {
+        fn name(self) -> &'static str {
+            match self {
+                Self::Direct => "direct",
+                Self::Ours => "ours",
+                Self::Theirs => "theirs",
+            }
+        }
+
+        fn colour(self) -> (u8, u8, u8) {
+            match self {
+                Self::Direct => (0, 0, 0),
+                Self::Ours => (0, 0x5a, 0xa0),
+                Self::Theirs => (0xff, 0, 0),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{testing::Mode, *};
 
     #[test]
     fn the_better_mode_depends_on_the_figure() {
         let mut results = Results::default();
-        for (mode, rate, time) in [(Mode::Nft, 10.0, 5.0), (Mode::Legacy, 12.0, 7.0)] {
+        for (mode, rate, time) in [(Mode::Theirs, 10.0, 5.0), (Mode::Ours, 12.0, 7.0)] {
             results.add("g", "rate", PER_SECOND, mode, rate);
             results.add("g", "time", MICROSECONDS, mode, time);
         }
@@ -147,11 +190,11 @@ mod tests {
             results
                 .find("g", name)
                 .unwrap()
-                .best([Mode::Nft, Mode::Legacy, Mode::Tcx])
+                .best([Mode::Theirs, Mode::Ours, Mode::Direct])
         };
-        assert_eq!(best("rate"), Some(Mode::Legacy));
-        assert_eq!(best("time"), Some(Mode::Nft));
-        assert_eq!(results.find("g", "rate").unwrap().best([Mode::Tcx]), None);
+        assert_eq!(best("rate"), Some(Mode::Ours));
+        assert_eq!(best("time"), Some(Mode::Theirs));
+        assert_eq!(results.find("g", "rate").unwrap().best([Mode::Direct]), None);
         assert_eq!(results.groups(), ["g"]);
         assert!(results.find("g", "none").is_none());
     }
