@@ -2,11 +2,12 @@
 //!
 //! - [`proxy`]: what the detour through the proxies costs; [`redirect`]: what the ways of redirecting cost, side by side
 //! - [`load`] makes the traffic, [`usage`] says what it took, [`machine`] on what; [`stats`] makes numbers of it
-//! - [`results`] keeps every value, [`table`] and [`chart`] show them
+//! - [`results`] keeps every value, [`table`] and [`chart`] show them, [`output`] writes them
 
 mod chart;
 mod load;
 mod machine;
+mod output;
 mod proxy;
 mod redirect;
 mod results;

@@ -20,6 +20,9 @@ pub(crate) const BENCH: &[Program] = &[
     ("ip", "iproute2"),
     ("nsenter", "util-linux"),
     ("iptables-nft-restore", "iptables"),
+    ("iperf3", "iperf3"),
+    ("wrk", "wrk"),
+    ("nginx", "nginx-light"),
 ];
 
 /// What the privileged tests run, peers included.
@@ -29,12 +32,14 @@ pub(crate) const TESTS: &[Program] = &[
     ("curl", "curl"),
     ("bpftool", "bpftool"),
     ("nft", "nftables"),
-    ("bpftool", "bpftool"),
     ("iptables-nft-restore", "iptables"),
     ("nginx", "nginx-light"),
     ("openssl", "openssl"),
     ("ethtool", "ethtool"),
     ("/usr/bin/python3", "python3"),
+    // Of the benchmarks, which are tried with small amounts.
+    ("iperf3", "iperf3"),
+    ("wrk", "wrk"),
 ];
 
 /// What tests on other kernels run: fetching them, and making and emulating a machine.

@@ -16,12 +16,7 @@ mod report;
 mod targets;
 mod traffic;
 
-use std::{
-    collections::BTreeSet,
-    fs,
-    path::{Path, PathBuf},
-    time::Instant,
-};
+use std::{collections::BTreeSet, path::PathBuf, time::Instant};
 
 use anyhow::{Context, Result, ensure};
 use clap::{Args, ValueEnum};
@@ -30,8 +25,8 @@ use redirector_tests::{mesh::Mesh, node::Family, wait, workloads::Workloads};
 use self::{crowd::Crowd, modes::Mode, programs::Id, report::Report};
 use crate::{
     machine::{self, Machine},
+    output::{self, Run},
     results::{self, Compared as _},
-    table::targets_table,
 };
 
 /// Every figure of a run.
@@ -56,11 +51,9 @@ pub(crate) struct Arguments {
     #[arg(long)]
     no_growth: bool,
     /// Directory for redirect.json, redirect.md and redirect-*.svg
-    #[arg(long, value_name = "DIRECTORY", default_value = OUTPUT)]
+    #[arg(long, value_name = "DIRECTORY", default_value = output::DIRECTORY)]
     out: PathBuf,
 }
-
-const OUTPUT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/benchmarks");
 
 /// How much is measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -159,7 +152,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
         sizes.growth.clear();
     }
     let modes = chosen(&arguments.modes);
-    check_output(&arguments.out)?;
+    output::check(&arguments.out)?;
     let machine = Machine::now();
     println!("making {} pods that do nothing", sizes.crowd());
     let crowd = Crowd::create(u16::try_from(sizes.crowd())?)?;
@@ -202,18 +195,20 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
         }
     }
     let report = Report {
-        machine,
-        load_after: machine::load(),
-        duration: begin.elapsed(),
-        rounds: arguments.rounds,
-        family,
-        tiny: arguments.size == Size::Tiny,
+        run: Run {
+            machine,
+            load_after: machine::load(),
+            duration: begin.elapsed(),
+            rounds: arguments.rounds,
+            family,
+            tiny: arguments.size == Size::Tiny,
+        },
         targets: targets::all(&results, &modes, &sizes),
         modes,
         sizes,
         results,
     };
-    write(&arguments.out, &report)
+    report.write(&arguments.out)
 }
 
 /// One mode's part of a round.
@@ -256,28 +251,4 @@ fn chosen(modes: &[Mode]) -> Vec<Mode> {
         .collect::<BTreeSet<_>>()
         .into_iter()
         .collect()
-}
-
-/// Told before ten minutes are spent.
-fn check_output(directory: &Path) -> Result<()> {
-    fs::create_dir_all(directory).with_context(|| format!("making {} (--out)", directory.display()))
-}
-
-fn write(directory: &Path, report: &Report) -> Result<()> {
-    let put = |name: &str, text: &str| {
-        let path = directory.join(name);
-        fs::write(&path, text).with_context(|| format!("writing {}", path.display()))?;
-        println!("wrote {}", path.display());
-        anyhow::Ok(())
-    };
-    put("redirect.json", &report.to_json()?)?;
-    let plots = plot::all(report)?;
-    for (name, svg) in &plots {
-        put(name, svg)?;
-    }
-    let names: Vec<&str> = plots.iter().map(|(name, _)| name.as_str()).collect();
-    let text = report.to_markdown(&names);
-    put("redirect.md", &text)?;
-    println!("\n{}", targets_table(&report.targets));
-    Ok(())
 }

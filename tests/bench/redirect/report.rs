@@ -1,29 +1,22 @@
 //! What a run leaves: every value as JSON, and tables for people.
 
-use std::{fmt::Write, time::Duration};
+use std::{fmt::Write, path::Path};
 
 use anyhow::Result;
-use redirector_tests::node::Family;
-use serde_json::{Value, json};
+use serde_json::json;
 
-use super::{Results, Sizes, cost, modes::Mode};
+use super::{Results, Sizes, cost, modes::Mode, plot};
 use crate::{
-    machine::Machine,
+    output::{self, Run, plots_section},
     results::{Compared as _, Figure},
     stats::Ratio,
-    table::{Target, capitalised, ratio_cell, spread, target_json, targets_table},
+    table::{Target, capitalised, ratio_cell, spread, targets_table},
 };
 
 /// A run.
 #[derive(Debug)]
 pub(crate) struct Report {
-    pub(crate) machine: Machine,
-    pub(crate) load_after: String,
-    pub(crate) duration: Duration,
-    pub(crate) rounds: u32,
-    pub(crate) family: Family,
-    /// With amounts too small to mean anything.
-    pub(crate) tiny: bool,
+    pub(crate) run: Run,
     pub(crate) modes: Vec<Mode>,
     pub(crate) sizes: Sizes,
     pub(crate) results: Results,
@@ -31,27 +24,35 @@ pub(crate) struct Report {
 }
 
 impl Report {
+    /// Writes the files.
+    pub(crate) fn write(&self, directory: &Path) -> Result<()> {
+        let plots = plot::all(self)?;
+        let names: Vec<&str> = plots.iter().map(|(name, _)| name.as_str()).collect();
+        output::write(
+            directory,
+            "redirect",
+            &self.to_json()?,
+            &plots,
+            &self.to_markdown(&names),
+            &self.targets,
+        )
+    }
+
     /// Every value, and what they were measured on.
-    pub(crate) fn to_json(&self) -> Result<String> {
-        let mut machine = self.machine.to_json();
-        machine["load_after"] = json!(self.load_after);
-        let value = json!({
-            "machine": machine,
-            "seconds": self.duration.as_secs(),
-            "rounds": self.rounds,
-            "tiny": self.tiny,
-            "family": self.family.name(),
-            "modes": self.modes.iter().map(|mode| mode.name()).collect::<Vec<_>>(),
-            "amounts": {
-                "bytes": self.sizes.bytes, "connections": self.sizes.connections,
-                "concurrency": self.sizes.concurrency, "requests": self.sizes.requests,
-                "pods_one_by_one": self.sizes.singles, "pods_at_once": self.sizes.at_once,
-                "pods_growing": self.sizes.growth,
-            },
-            "figures": self.results.to_json(),
-            "measures_to_reach": self.targets.iter().map(target_json).collect::<Vec<Value>>(),
-        });
-        Ok(serde_json::to_string_pretty(&value)? + "\n")
+    fn to_json(&self) -> Result<String> {
+        self.run.to_json(
+            &self.targets,
+            json!({
+                "modes": self.modes.iter().map(|mode| mode.name()).collect::<Vec<_>>(),
+                "amounts": {
+                    "bytes": self.sizes.bytes, "connections": self.sizes.connections,
+                    "concurrency": self.sizes.concurrency, "requests": self.sizes.requests,
+                    "pods_one_by_one": self.sizes.singles, "pods_at_once": self.sizes.at_once,
+                    "pods_growing": self.sizes.growth,
+                },
+                "figures": self.results.to_json(),
+            }),
+        )
     }
 
     /// The tables, with the plots of these file names.
@@ -59,13 +60,7 @@ impl Report {
         let mut text = self.head();
         text.push_str("\n## Measures to reach\n\n");
         text.push_str(&targets_table(&self.targets));
-        if !plots.is_empty() {
-            text.push_str("\n## Plots\n\nBars are medians, whiskers go from the least to the most.\n\n");
-            for plot in plots {
-                let name = plot.trim_end_matches(".svg").trim_start_matches("redirect-");
-                let _ = writeln!(text, "![{}]({plot})\n", name.replace('-', " "));
-            }
-        }
+        text.push_str(&plots_section(plots, "redirect"));
         text.push_str(
             "\n## Every figure\n\nMedian (lower to upper quartile). The last column is the median of the single rounds' \
              ratios of eBPF to the better iptables backend of that line; `=` where the rounds do not tell them apart (sign \
@@ -74,40 +69,12 @@ impl Report {
         for group in self.results.groups() {
             text.push_str(&self.group_table(group));
         }
-        // One empty line at a time.
-        while text.contains("\n\n\n") {
-            text = text.replace("\n\n\n", "\n\n");
-        }
-        text.trim_end().to_owned() + "\n"
+        text
     }
 
     fn head(&self) -> String {
-        let Self { machine, sizes, .. } = self;
-        let mut text = String::from("# Ways of redirecting compared\n\n");
-        text.push_str(
-            "Written by `cargo xtask bench redirect`; every value is in [redirect.json](redirect.json), what is measured and \
-             how in [README.md](README.md).\n\n",
-        );
-        if self.tiny {
-            text.push_str("**A trial with tiny amounts: the figures mean nothing.**\n\n");
-        }
-        let _ = writeln!(
-            text,
-            "Linux {}, {}, {} processors, {} MiB; load {} before and {} after; {} rounds in {} min {} s, {}.",
-            machine.kernel,
-            machine.cpu,
-            machine.cpus,
-            machine.memory_mib,
-            machine.load,
-            self.load_after,
-            self.rounds,
-            self.duration.as_secs() / 60,
-            self.duration.as_secs() % 60,
-            match self.family {
-                Family::V4 => "IPv4",
-                Family::V6 => "IPv6",
-            },
-        );
+        let sizes = &self.sizes;
+        let mut text = self.run.head("Ways of redirecting compared", "redirect");
         let _ = writeln!(
             text,
             "Per round and scenario: {} connections, {} at a time; {} requests on ten connections; {} MiB each way, over 1 \
@@ -187,7 +154,13 @@ impl Report {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
+    use redirector_tests::node::Family;
+    use serde_json::Value;
+
     use super::*;
+    use crate::machine::Machine;
     use crate::results::{COUNT, MICROSECONDS, PER_SECOND};
 
     #[test]
@@ -202,12 +175,14 @@ mod tests {
             results.add("outbound", "entries", COUNT, Mode::Nft, 7.0);
         }
         let report = Report {
-            machine: Machine::now(),
-            load_after: "0.5".into(),
-            duration: Duration::from_secs(61),
-            rounds: 10,
-            family: Family::V4,
-            tiny: true,
+            run: Run {
+                machine: Machine::now(),
+                load_after: "0.5".into(),
+                duration: Duration::from_secs(61),
+                rounds: 10,
+                family: Family::V4,
+                tiny: true,
+            },
             modes: vec![Mode::None, Mode::Nft, Mode::Tcx],
             sizes: Sizes::of(super::super::Size::Tiny),
             targets: super::super::targets::all(
@@ -226,7 +201,7 @@ mod tests {
         ] {
             assert!(text.contains(line), "{line} in {text}");
         }
-        assert!(text.contains("A trial") && text.contains("1 min 1 s") && !text.contains("\n\n\n"));
+        assert!(text.contains("A trial") && text.contains("1 min 1 s"));
         let json: Value = serde_json::from_str(&report.to_json().unwrap()).unwrap();
         assert_eq!(json["figures"][0]["modes"]["ebpf, TCX"]["rounds"][9], 5009.0);
         assert_eq!(json["rounds"], 10);

@@ -1,0 +1,46 @@
+//! The ways between two pods that are compared.
+
+use clap::ValueEnum;
+use redirector_tests::{agent::Options, mesh::Mesh, workloads::Workloads};
+
+use crate::results::Compared;
+
+/// A way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
+pub(crate) enum Mode {
+    /// The pods are not enrolled
+    Direct,
+    /// Through both proxies, in plain
+    Plain,
+    /// Through both proxies, over HBONE
+    Hbone,
+}
+
+impl Compared for Mode {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Direct => "direct",
+            Self::Plain => "plain",
+            Self::Hbone => "HBONE",
+        }
+    }
+
+    fn colour(self) -> (u8, u8, u8) {
+        match self {
+            Self::Direct => (0x9e, 0x9e, 0x9e),
+            Self::Plain => (0xe6, 0x9f, 0x00),
+            Self::Hbone => (0x00, 0x5a, 0xa0),
+        }
+    }
+}
+
+impl Mode {
+    /// A node with an agent and two pods between which it goes this way.
+    pub(crate) fn mesh(self, options: Options) -> Mesh {
+        match self {
+            Self::Direct => Mesh::started(options, |client, server| Workloads::hbone([client, server])),
+            Self::Plain => Mesh::plaintext(options),
+            Self::Hbone => Mesh::hbone(options),
+        }
+    }
+}
