@@ -10,41 +10,54 @@
 //!   is broken off after that.
 
 use std::{
-    future::Future,
+    future::{Future, poll_fn},
     io,
     os::fd::AsFd,
-    pin::pin,
-    sync::atomic::{AtomicBool, Ordering},
+    pin::Pin,
+    task::{Context, Poll, ready},
     time::Duration,
 };
 
-use bytes::{Bytes, BytesMut};
-use tokio::{
-    io::{AsyncWriteExt, Interest},
-    net::{
-        TcpStream,
-        tcp::{ReadHalf, WriteHalf},
-    },
-};
+use bytes::{Buf, Bytes, BytesMut};
+use tokio::{io::Interest, net::TcpStream, time::timeout};
 
 use crate::sys::socket;
 
 /// Where bytes come from.
 pub(crate) trait Source: Send {
+    /// The next bytes, `None` after the last.
+    fn poll_chunk(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<Option<Bytes>>>;
+
     /// The next bytes, `None` after the last. Cancel-safe.
-    fn chunk(&mut self) -> impl Future<Output = io::Result<Option<Bytes>>> + Send;
+    #[cfg(test)]
+    fn chunk(&mut self) -> impl Future<Output = io::Result<Option<Bytes>>> + Send {
+        poll_fn(|cx| self.poll_chunk(cx))
+    }
 }
 
 /// Where bytes go.
 pub(crate) trait Sink: Send {
-    /// Hands over all of `chunk`; waits while the far end does not take it.
-    fn send(&mut self, chunk: Bytes) -> impl Future<Output = Result<(), Refused>> + Send;
+    /// Hands over `chunk` from its begin on; ready when it is empty. Waits while the far end does not take it.
+    fn poll_send(&mut self, cx: &mut Context<'_>, chunk: &mut Bytes) -> Poll<Result<(), Refused>>;
 
     /// Says that no more comes.
-    fn finish(&mut self) -> impl Future<Output = Result<(), Refused>> + Send;
+    fn finish(&mut self) -> Result<(), Refused>;
 
-    /// Waits until the far end can take no more, which is otherwise noticed by sending only. Cancel-safe.
-    fn refused(&mut self) -> impl Future<Output = Refused> + Send;
+    /// Waits until the far end can take no more, which is otherwise noticed by sending only. `is_read`: somebody waits for the
+    /// next bytes of the same leg, and would notice that it broke.
+    fn poll_refused(&mut self, cx: &mut Context<'_>, is_read: bool) -> Poll<Refused>;
+
+    /// Hands over all of `chunk`.
+    #[cfg(test)]
+    fn send(&mut self, mut chunk: Bytes) -> impl Future<Output = Result<(), Refused>> + Send {
+        poll_fn(move |cx| self.poll_send(cx, &mut chunk))
+    }
+
+    /// Waits until the far end can take no more. Cancel-safe.
+    #[cfg(test)]
+    fn refused(&mut self) -> impl Future<Output = Refused> + Send {
+        poll_fn(|cx| self.poll_refused(cx, false))
+    }
 }
 
 /// Why a [`Sink`] takes no more.
@@ -92,33 +105,48 @@ impl Cut {
 
 /// Copies from `local` to `remote`, counted by `sent`, and back, counted by `received`, until both directions have ended.
 /// After one leg broke, what it had sent is delivered for `tail_deadline` at most.
+///
+/// Thousands of connections are idle in here at a time: what it holds meanwhile is small.
 pub(crate) async fn both(
     local: (&mut impl Source, &mut impl Sink),
     remote: (&mut impl Source, &mut impl Sink),
     (sent, received): (&impl Meter, &impl Meter),
     tail_deadline: Duration,
 ) -> Result<(), Cut> {
-    let cut = AtomicBool::new(false);
-    let mut up = pin!(one_way(local.0, remote.1, sent, &cut));
-    let mut down = pin!(one_way(remote.0, local.1, received, &cut));
-    let (end, first_is_up) = tokio::select! {
-        end = &mut up => (end, true),
-        end = &mut down => (end, false),
-    };
-    let (end, is_up) = match (end, first_is_up) {
-        (Ok(()), true) => (down.await, false),
-        (Ok(()), false) => (up.await, true),
-        (Err(broken), _) => {
-            cut.store(true, Ordering::Relaxed);
-            if let Broken::Sink(_) = broken {
-                // How the rest ends does not matter: its leg is broken off either way.
-                let _ = if first_is_up {
-                    tokio::time::timeout(tail_deadline, down).await
-                } else {
-                    tokio::time::timeout(tail_deadline, up).await
-                };
+    let (mut up, mut down) = (Way::default(), Way::default());
+    let (first, is_up) = poll_fn(|cx| {
+        if let Poll::Ready(end) = up.poll(cx, local.0, remote.1, sent) {
+            return Poll::Ready((end, true));
+        }
+        if let Poll::Ready(end) = down.poll(cx, remote.0, local.1, received) {
+            return Poll::Ready((end, false));
+        }
+        // After both, when it is known which legs are being read.
+        if let Poll::Ready(end) = up.poll_refused(cx, remote.1, down.is_waiting) {
+            return Poll::Ready((end, true));
+        }
+        let end = down.poll_refused(cx, local.1, up.is_waiting);
+        end.map(|end| (end, false))
+    })
+    .await;
+    let is_cut = matches!(first, Err(Broken::Sink(_)));
+    (up.is_cut, down.is_cut) = (is_cut, is_cut);
+    let mut rest = poll_fn(|cx| {
+        if is_up {
+            down.poll_alone(cx, remote.0, local.1, received)
+        } else {
+            up.poll_alone(cx, local.0, remote.1, sent)
+        }
+    });
+    let (end, is_up) = match first {
+        Ok(()) => (rest.await, !is_up),
+        Err(broken) => {
+            if is_cut {
+                // How the rest ends does not matter: its leg is broken off either way. Rare, and so not among what an idle
+                // connection holds.
+                let _ = Box::pin(timeout(tail_deadline, &mut rest)).await;
             }
-            (Err(broken), first_is_up)
+            (Err(broken), is_up)
         }
     };
     end.map_err(|broken| match (broken, is_up) {
@@ -133,37 +161,91 @@ enum Broken {
     Sink(io::Error),
 }
 
-async fn one_way(
-    source: &mut impl Source,
-    sink: &mut impl Sink,
-    meter: &impl Meter,
-    cut: &AtomicBool,
-) -> Result<(), Broken> {
-    let refused = |refused| match refused {
-        Refused::Unwanted => Ok(()),
-        Refused::Broken(error) => Err(Broken::Sink(error)),
-    };
-    loop {
-        let chunk = tokio::select! {
-            biased;
-            chunk = source.chunk() => chunk.map_err(Broken::Source)?,
-            end = sink.refused() => return refused(end),
-        };
-        let Some(chunk) = chunk else {
-            // After a cut the end of the bytes is not their sender's word.
-            return if cut.load(Ordering::Relaxed) {
-                Ok(())
-            } else {
-                sink.finish().await.or_else(refused)
-            };
-        };
-        let bytes = chunk.len() as u64;
-        if let Err(end) = sink.send(chunk).await {
-            return refused(end);
+impl Refused {
+    /// How it ends a direction.
+    fn end(self) -> Result<(), Broken> {
+        match self {
+            Self::Unwanted => Ok(()),
+            Self::Broken(error) => Err(Broken::Sink(error)),
         }
-        meter.add(bytes);
-        // Neither readiness nor an HTTP/2 queue makes a busy connection yield by itself.
-        tokio::task::coop::consume_budget().await;
+    }
+}
+
+/// Chunks after which a busy direction lets others have their turn: neither readiness nor an HTTP/2 queue does that by itself.
+const CHUNKS_AT_A_TIME: usize = 32;
+
+/// One direction.
+#[derive(Default)]
+struct Way {
+    /// Read, and not handed over yet.
+    chunk: Bytes,
+    /// For the source's next bytes.
+    is_waiting: bool,
+    /// The connection was cut: the end of the bytes is not their sender's word.
+    is_cut: bool,
+}
+
+impl Way {
+    fn poll(
+        &mut self,
+        cx: &mut Context<'_>,
+        source: &mut impl Source,
+        sink: &mut impl Sink,
+        meter: &impl Meter,
+    ) -> Poll<Result<(), Broken>> {
+        self.is_waiting = false;
+        for _ in 0..CHUNKS_AT_A_TIME {
+            if !self.chunk.is_empty() {
+                let before = self.chunk.len();
+                let sent = sink.poll_send(cx, &mut self.chunk);
+                meter.add((before - self.chunk.len()) as u64);
+                if let Err(refused) = ready!(sent) {
+                    return Poll::Ready(refused.end());
+                }
+                // Empty, it may still hold its buffer.
+                self.chunk = Bytes::new();
+            }
+            match source.poll_chunk(cx) {
+                Poll::Ready(Ok(Some(chunk))) => self.chunk = chunk,
+                Poll::Ready(Ok(None)) if self.is_cut => return Poll::Ready(Ok(())),
+                Poll::Ready(Ok(None)) => return Poll::Ready(sink.finish().or_else(Refused::end)),
+                Poll::Ready(Err(error)) => return Poll::Ready(Err(Broken::Source(error))),
+                Poll::Pending => {
+                    self.is_waiting = true;
+                    return Poll::Pending;
+                }
+            }
+        }
+        cx.waker().wake_by_ref();
+        Poll::Pending
+    }
+
+    /// Waits for the sink's end; the source's bytes are waited for by [`Self::poll`].
+    fn poll_refused(
+        &mut self,
+        cx: &mut Context<'_>,
+        sink: &mut impl Sink,
+        is_read: bool,
+    ) -> Poll<Result<(), Broken>> {
+        if self.is_waiting {
+            sink.poll_refused(cx, is_read).map(Refused::end)
+        } else {
+            Poll::Pending
+        }
+    }
+
+    /// Both, when the other direction has ended.
+    fn poll_alone(
+        &mut self,
+        cx: &mut Context<'_>,
+        source: &mut impl Source,
+        sink: &mut impl Sink,
+        meter: &impl Meter,
+    ) -> Poll<Result<(), Broken>> {
+        match self.poll(cx, source, sink, meter) {
+            Poll::Pending => self.poll_refused(cx, sink, false),
+            end => end,
+        }
     }
 }
 
@@ -184,14 +266,16 @@ impl Leg {
 
     /// Both halves, for [`both`].
     pub(crate) fn split(&mut self) -> (TcpSource<'_>, TcpSink<'_>) {
-        let (read, write) = self.stream.split();
         (
             TcpSource {
-                stream: read,
+                stream: &self.stream,
                 buffer: BytesMut::new(),
                 read_bytes: READ_BYTES_FIRST,
             },
-            TcpSink(write),
+            TcpSink {
+                stream: &self.stream,
+                breaks: None,
+            },
         )
     }
 
@@ -223,7 +307,8 @@ impl Leg {
     pub(crate) async fn end(self, result: &Result<(), Cut>) {
         match result {
             Ok(()) => self.close(),
-            Err(_) => self.reset().await,
+            // Rare, and so not among what an idle connection holds.
+            Err(_) => Box::pin(self.reset()).await,
         }
     }
 }
@@ -258,49 +343,71 @@ const READ_BYTES_MOST: usize = 256 << 10;
 
 /// The reading half of a [`Leg`]. Idle, it holds no buffer.
 pub(crate) struct TcpSource<'a> {
-    stream: ReadHalf<'a>,
+    stream: &'a TcpStream,
     buffer: BytesMut,
     read_bytes: usize,
 }
 
 impl Source for TcpSource<'_> {
-    async fn chunk(&mut self) -> io::Result<Option<Bytes>> {
+    fn poll_chunk(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<Option<Bytes>>> {
         loop {
+            match self.stream.poll_read_ready(cx) {
+                Poll::Ready(ready) => ready?,
+                Poll::Pending => {
+                    self.buffer = BytesMut::new();
+                    return Poll::Pending;
+                }
+            }
             if self.buffer.capacity() < READ_BYTES_FIRST {
                 self.buffer = BytesMut::with_capacity(self.read_bytes);
             }
-            match self.stream.try_read_buf(&mut self.buffer) {
-                Ok(0) => return Ok(None),
+            match socket::try_read(self.stream, &mut self.buffer) {
+                Ok(0) => return Poll::Ready(Ok(None)),
                 Ok(bytes) => {
                     if bytes == self.read_bytes {
                         self.read_bytes = (bytes * 2).min(READ_BYTES_MOST);
                     }
-                    return Ok(Some(self.buffer.split().freeze()));
+                    return Poll::Ready(Ok(Some(self.buffer.split().freeze())));
                 }
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    self.buffer = BytesMut::new();
-                    self.stream.readable().await?;
-                }
-                Err(error) => return Err(error),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) => return Poll::Ready(Err(error)),
             }
         }
     }
 }
 
 /// The writing half of a [`Leg`].
-pub(crate) struct TcpSink<'a>(WriteHalf<'a>);
+pub(crate) struct TcpSink<'a> {
+    stream: &'a TcpStream,
+    /// Waits for the leg to break. Only there once it was needed: as a rule whoever reads from the leg notices.
+    breaks: Option<Pin<Box<dyn Future<Output = io::Error> + Send + 'a>>>,
+}
 
 impl Sink for TcpSink<'_> {
-    async fn send(&mut self, chunk: Bytes) -> Result<(), Refused> {
-        Ok(self.0.write_all(&chunk).await?)
+    fn poll_send(&mut self, cx: &mut Context<'_>, chunk: &mut Bytes) -> Poll<Result<(), Refused>> {
+        while !chunk.is_empty() {
+            match self.stream.try_write(chunk) {
+                Ok(bytes) => chunk.advance(bytes),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    ready!(self.stream.poll_write_ready(cx))?;
+                }
+                Err(error) => return Poll::Ready(Err(error.into())),
+            }
+        }
+        Poll::Ready(Ok(()))
     }
 
-    async fn finish(&mut self) -> Result<(), Refused> {
-        Ok(self.0.shutdown().await?)
+    fn finish(&mut self) -> Result<(), Refused> {
+        Ok(socket::shutdown_write(self.stream.as_fd())?)
     }
 
-    async fn refused(&mut self) -> Refused {
-        Refused::Broken(broken(self.0.as_ref()).await)
+    fn poll_refused(&mut self, cx: &mut Context<'_>, is_read: bool) -> Poll<Refused> {
+        if is_read && self.breaks.is_none() {
+            return Poll::Pending;
+        }
+        let stream = self.stream;
+        let breaks = self.breaks.get_or_insert_with(|| Box::pin(broken(stream)));
+        breaks.as_mut().poll(cx).map(Refused::Broken)
     }
 }
 

@@ -281,13 +281,8 @@ impl Pod {
     /// Runs `task` until it ends or the pod's connections are killed. A panic ends that task alone.
     fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
         let kill = self.kill.clone();
-        self.tasks.spawn(async move {
-            tokio::select! {
-                biased;
-                () = kill.cancelled() => {}
-                () = task => {}
-            }
-        });
+        // Not an async block: it would hold the task twice, as what it captured and as what it awaits.
+        self.tasks.spawn(kill.run_until_cancelled_owned(task));
     }
 
     fn local(&self) -> Local<'_> {

@@ -6,17 +6,21 @@
 
 use std::{
     io,
-    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr},
     os::fd::{AsFd, BorrowedFd},
     time::Duration,
 };
 
+use bytes::BytesMut;
 use nix::{
     errno::Errno,
     sys::resource::{Resource, getrlimit, setrlimit},
 };
 use socket2::{Domain, Protocol, SockRef, Socket, TcpKeepalive, Type};
-use tokio::net::{TcpSocket, TcpStream};
+use tokio::{
+    io::Interest,
+    net::{TcpSocket, TcpStream},
+};
 
 use redirector_common::consts::Mark;
 
@@ -263,6 +267,47 @@ pub fn has_address(address: IpAddr) -> io::Result<bool> {
             let v6 = found.as_sockaddr_in6().map(|v6| IpAddr::V6(v6.ip()));
             v4.or(v6) == Some(address)
         }))
+}
+
+/// Reads what there is into the spare capacity of `buffer`; 0 is the end of the bytes.
+///
+/// A read that does not fill the buffer has taken all, and the stream then counts as not ready until more comes. That saves the
+/// read that would only say so (epoll(7), questions and answers: "a read that returned less"). That a peer has ended, or broken,
+/// the connection is not forgotten by it.
+///
+/// # Errors
+/// Those of recv(2); `WouldBlock` when there is nothing.
+#[expect(unsafe_code, reason = "the kernel fills memory that is not initialised")]
+pub fn try_read(stream: &TcpStream, buffer: &mut BytesMut) -> io::Result<usize> {
+    let mut read = 0;
+    let outcome = stream.try_io(Interest::READABLE, || {
+        let spare = buffer.spare_capacity_mut();
+        let room = spare.len();
+        read = SockRef::from(stream).recv(spare)?;
+        let filled = buffer.len() + read;
+        // SAFETY: recv has written `read` bytes to the spare capacity, from its begin on, so that `filled` are initialised and
+        // within the capacity.
+        unsafe { buffer.set_len(filled) };
+        if (1..room).contains(&read) {
+            return Err(io::ErrorKind::WouldBlock.into());
+        }
+        Ok(())
+    });
+    match outcome {
+        Err(error) if read == 0 => Err(error),
+        _ => Ok(read),
+    }
+}
+
+/// Says that no more bytes come. A connection that is gone already needs no such word.
+///
+/// # Errors
+/// Those of shutdown(2).
+pub fn shutdown_write(socket: BorrowedFd<'_>) -> io::Result<()> {
+    match SockRef::from(&socket).shutdown(Shutdown::Write) {
+        Err(error) if error.kind() == io::ErrorKind::NotConnected => Ok(()),
+        outcome => outcome,
+    }
 }
 
 /// Raises the process's limit of open files as far as it may go, and returns it. Every connection through the proxy takes two

@@ -30,8 +30,8 @@ type Results = results::Results<Mode>;
 /// Arguments of `proxy`.
 #[derive(Args)]
 pub(crate) struct Arguments {
-    /// Rounds; each measures every mode once
-    #[arg(long, default_value_t = 7, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    /// Rounds; each measures every mode once. 0: memory alone
+    #[arg(long, default_value_t = 7, value_parser = clap::value_parser!(u32).range(0..=1000))]
     rounds: u32,
     /// Measure over IPv6
     #[arg(long)]

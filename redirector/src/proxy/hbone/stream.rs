@@ -7,7 +7,12 @@
 //!   the bytes to whoever reads, and says to whoever writes that no more is wanted.
 //! - The end of the HTTP/2 connection itself is an error of the kind `ConnectionAborted`.
 
-use std::{future::poll_fn, io, sync::Arc, time::Duration};
+use std::{
+    io,
+    sync::Arc,
+    task::{Context, Poll, ready},
+    time::Duration,
+};
 
 use bytes::{Buf, Bytes};
 use h2::{Reason, RecvStream, SendStream};
@@ -19,23 +24,23 @@ use crate::proxy::copy::{Cut, Refused, Sink, Source};
 pub(crate) struct H2Source(pub(super) RecvStream);
 
 impl Source for H2Source {
-    async fn chunk(&mut self) -> io::Result<Option<Bytes>> {
+    fn poll_chunk(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<Option<Bytes>>> {
         loop {
-            match self.0.data().await {
-                None => return Ok(None),
+            match ready!(self.0.poll_data(cx)) {
+                None => return Poll::Ready(Ok(None)),
                 Some(Ok(chunk)) => {
                     // As soon as they are taken the peer may send as many more: then one chunk at most is under way to the
                     // application beside the window.
                     // The stream may have been reset since; its window is given back then by h2.
                     let _ = self.0.flow_control().release_capacity(chunk.len());
                     if !chunk.is_empty() {
-                        return Ok(Some(chunk));
+                        return Poll::Ready(Ok(Some(chunk)));
                     }
                 }
                 Some(Err(error)) if error.is_reset() && error.reason() == Some(Reason::NO_ERROR) => {
-                    return Ok(None);
+                    return Poll::Ready(Ok(None));
                 }
-                Some(Err(error)) => return Err(to_io(error)),
+                Some(Err(error)) => return Poll::Ready(Err(to_io(error))),
             }
         }
     }
@@ -91,7 +96,8 @@ impl H2Sink {
     /// Ends the stream as [`copy::both`](crate::proxy::copy::both) did.
     pub(crate) async fn end(&mut self, result: &Result<(), Cut>) {
         if result.is_err() {
-            self.reset().await;
+            // Rare, and so not among what an idle connection holds.
+            Box::pin(self.reset()).await;
         }
     }
 
@@ -110,45 +116,45 @@ impl H2Sink {
 
     /// Waits for room for some of `bytes`. Asks for no more than is at hand: what a stream is granted of the connection's
     /// window and does not use is missing to the others.
-    async fn capacity(&mut self, bytes: usize) -> Result<usize, Refused> {
+    fn poll_capacity(&mut self, cx: &mut Context<'_>, bytes: usize) -> Poll<Result<usize, Refused>> {
         self.stream.reserve_capacity(bytes);
         loop {
             // Asked first: what was granted before is not announced again.
             let granted = self.stream.capacity();
             if granted > 0 {
-                return Ok(granted.min(bytes));
+                return Poll::Ready(Ok(granted.min(bytes)));
             }
-            match poll_fn(|cx| self.stream.poll_capacity(cx)).await {
+            match ready!(self.stream.poll_capacity(cx)) {
                 Some(Ok(_)) => {}
-                Some(Err(error)) => return Err(Refused::Broken(to_io(error))),
-                None => return Err(self.refused().await),
+                Some(Err(error)) => return Poll::Ready(Err(Refused::Broken(to_io(error)))),
+                None => return self.poll_refused(cx, false).map(Err),
             }
         }
     }
 }
 
 impl Sink for H2Sink {
-    async fn send(&mut self, mut chunk: Bytes) -> Result<(), Refused> {
+    fn poll_send(&mut self, cx: &mut Context<'_>, chunk: &mut Bytes) -> Poll<Result<(), Refused>> {
         while !chunk.is_empty() {
-            let granted = self.capacity(chunk.len()).await?;
+            let granted = ready!(self.poll_capacity(cx, chunk.len()))?;
             self.queue(chunk.split_to(granted), false)?;
         }
-        Ok(())
+        Poll::Ready(Ok(()))
     }
 
-    async fn finish(&mut self) -> Result<(), Refused> {
+    fn finish(&mut self) -> Result<(), Refused> {
         self.queue(Bytes::new(), true)
     }
 
-    async fn refused(&mut self) -> Refused {
-        match poll_fn(|cx| self.stream.poll_reset(cx)).await {
+    fn poll_refused(&mut self, cx: &mut Context<'_>, _is_read: bool) -> Poll<Refused> {
+        self.stream.poll_reset(cx).map(|end| match end {
             Ok(Reason::NO_ERROR) => Refused::Unwanted,
             Ok(reason) => Refused::Broken(io::Error::new(
                 io::ErrorKind::ConnectionReset,
                 h2::Error::from(reason),
             )),
             Err(error) => Refused::Broken(to_io(error)),
-        }
+        })
     }
 }
 

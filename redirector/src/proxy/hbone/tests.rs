@@ -138,7 +138,7 @@ fn echo(connect: Connect) {
                 return;
             }
         }
-        let _ = stream.sink.finish().await;
+        let _ = stream.sink.finish();
     });
 }
 
@@ -156,7 +156,7 @@ async fn echoes(stream: &mut Stream, data: &[u8]) {
         for chunk in data.chunks(33_333) {
             stream.sink.send(Bytes::copy_from_slice(chunk)).await.unwrap();
         }
-        stream.sink.finish().await.unwrap();
+        stream.sink.finish().unwrap();
     };
     let both = async { tokio::join!(send, read_all(&mut stream.source)) };
     // A stream that starves would otherwise wait for ever.
@@ -185,14 +185,14 @@ async fn bytes_and_ends_go_both_ways() {
         tokio::spawn(async move {
             let mut stream = connect.accept().unwrap();
             stream.sink.send(Bytes::from_static(b"220 ready")).await.unwrap();
-            stream.sink.finish().await.unwrap();
+            stream.sink.finish().unwrap();
             heard.send(read_all(&mut stream.source).await).await.unwrap();
         });
     });
     let mut stream = world.open("10.1.2.3:25").await.unwrap();
     assert_eq!(read_all(&mut stream.source).await.unwrap(), b"220 ready");
     stream.sink.send(Bytes::from_static(b"QUIT")).await.unwrap();
-    stream.sink.finish().await.unwrap();
+    stream.sink.finish().unwrap();
     assert_eq!(hears.recv().await.unwrap().unwrap(), b"QUIT");
     assert_eq!(world.dials(), 1);
 }
@@ -432,7 +432,7 @@ async fn a_far_end_that_has_heard_enough_is_no_error() {
             let mut stream = connect.accept().unwrap();
             stream.sink.send(Bytes::from_static(b"answer")).await.unwrap();
             // Dropped with its own direction ended: RST_STREAM(NO_ERROR).
-            stream.sink.finish().await.unwrap();
+            stream.sink.finish().unwrap();
         });
     });
     let mut stream = world.open("10.1.2.3:80").await.unwrap();

@@ -99,6 +99,8 @@ impl Object {
     ) -> Result<Self, Error> {
         let mut loader = EbpfLoader::new();
         loader.verifier_log_level(VerifierLogLevel::STATS);
+        // The programs have nothing to relocate by the kernel's own types, and these take some 12 MiB.
+        loader.btf(None);
         for (name, path) in pinned {
             loader.map_pin_path(name, path);
         }
