@@ -438,8 +438,9 @@ fn start_rules(
 }
 
 fn log_mesh(mesh: &watch::Receiver<Arc<Mesh>>) {
-    let (workloads, services) = mesh.borrow().len();
-    info!(workloads, services, "mesh loaded");
+    let mesh = mesh.borrow();
+    let ((workloads, services), policies) = (mesh.len(), mesh.policies());
+    info!(workloads, services, policies, "mesh loaded");
 }
 
 fn certificates(config: &Config) -> Result<Arc<dyn CertSource>, Error> {

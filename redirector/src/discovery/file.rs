@@ -14,6 +14,7 @@ use crate::{
 };
 
 mod format;
+mod policy;
 mod value;
 
 /// Parses the text of a workload file. `origin` is named in errors.
@@ -54,6 +55,7 @@ pub fn parse(text: &str, origin: &str) -> Result<Mesh, Error> {
 
     let workloads: Vec<_> = file.workloads.into_iter().map(|workload| workload.0).collect();
     let services: Vec<_> = file.services.into_iter().map(|service| service.0).collect();
+    let policies: Vec<_> = file.policies.into_iter().map(|policy| policy.0).collect();
     if let Some((at, uid)) = repeated(workloads.iter().map(|workload| &workload.uid)) {
         let message = format!("{uid} is there twice; workloads need different uids, or names");
         return Err(invalid(None, format!("workloads[{at}].uid"), message));
@@ -61,6 +63,10 @@ pub fn parse(text: &str, origin: &str) -> Result<Mesh, Error> {
     if let Some((at, host)) = repeated(services.iter().map(|service| &service.host)) {
         let message = format!("{host} is there twice");
         return Err(invalid(None, format!("services[{at}].hostname"), message));
+    }
+    if let Some((at, key)) = repeated(policies.iter().map(|policy| &policy.key)) {
+        let message = format!("{key} is there twice");
+        return Err(invalid(None, format!("policies[{at}].name"), message));
     }
     let mut known: HashSet<_> = services.iter().map(|service| &service.host).collect();
     for workload in &workloads {
@@ -71,7 +77,15 @@ pub fn parse(text: &str, origin: &str) -> Result<Mesh, Error> {
             }
         }
     }
-    Ok(Mesh::new(workloads, services))
+    let mut known: HashSet<_> = policies.iter().map(|policy| &policy.key).collect();
+    for workload in &workloads {
+        for policy in &workload.authorization_policies {
+            if known.insert(policy) {
+                tracing::warn!(%origin, %policy, workload = %workload.uid, "a workload names a policy that is not there");
+            }
+        }
+    }
+    Ok(Mesh::new(workloads, services).with_policies(policies))
 }
 
 /// The YAML library's message without path and line, which are told apart from it.
@@ -148,7 +162,8 @@ impl FileSource {
                 Ok(None) => {}
                 Ok(Some(new)) => {
                     let (workloads, services) = new.len();
-                    tracing::info!(path = %follower.0.path().display(), workloads, services, "workload file read again");
+                    let policies = new.policies();
+                    tracing::info!(path = %follower.0.path().display(), workloads, services, policies, "workload file read again");
                     mesh.send_replace(Arc::new(new));
                 }
                 Err(error) => {

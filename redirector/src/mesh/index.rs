@@ -7,6 +7,7 @@ use std::{collections::HashMap, net::IpAddr, sync::Arc};
 
 use super::{
     pod::PodInfo,
+    policy::{Policy, PolicyName, PolicySet, Scope},
     service::Service,
     workload::{NamespacedHostname, NetworkAddress, Protocol, Workload, canonical},
 };
@@ -21,6 +22,15 @@ pub struct Mesh {
     by_vip: HashMap<NetworkAddress, Vec<Arc<Service>>>,
     by_hostname: HashMap<Arc<str>, Vec<Arc<Service>>>,
     endpoints: HashMap<NamespacedHostname, Vec<Arc<Workload>>>,
+    policies: Policies,
+}
+
+#[derive(Debug, Default)]
+struct Policies {
+    by_name: HashMap<PolicyName, Arc<Policy>>,
+    global: Vec<Arc<Policy>>,
+    by_namespace: HashMap<Arc<str>, Vec<Arc<Policy>>>,
+    any_selected: bool,
 }
 
 /// Kubernetes namespace and pod name.
@@ -44,6 +54,54 @@ impl Mesh {
             mesh.add_service(service);
         }
         mesh
+    }
+
+    /// The same mesh with these policies, instead of what it had. Of two with the same key the later one counts.
+    #[must_use]
+    pub fn with_policies(mut self, policies: Vec<Policy>) -> Self {
+        self.policies = Policies::default();
+        for policy in last_of_each(policies, |policy| policy.key.clone()) {
+            let policy = Arc::new(policy);
+            match policy.scope {
+                Scope::Global => self.policies.global.push(Arc::clone(&policy)),
+                Scope::Namespace => {
+                    let namespace = Arc::clone(&policy.key.namespace);
+                    let policies = self.policies.by_namespace.entry(namespace).or_default();
+                    policies.push(Arc::clone(&policy));
+                }
+                Scope::WorkloadSelector => self.policies.any_selected |= !policy.dry_run,
+            }
+            self.policies.by_name.insert(policy.key.clone(), policy);
+        }
+        self
+    }
+
+    /// The policies that are for a pod in `namespace` which names `selected`: of everywhere, of its namespace, and those. A
+    /// name that no policy has is left out.
+    pub fn policies_for(&self, namespace: &str, selected: &[PolicyName]) -> PolicySet {
+        let everywhere = &self.policies.global;
+        let in_namespace = self.policies.by_namespace.get(namespace).into_iter().flatten();
+        let is_in = |policy: &Policy| match policy.scope {
+            Scope::Global => true,
+            Scope::Namespace => *policy.key.namespace == *namespace,
+            Scope::WorkloadSelector => false,
+        };
+        let named = selected
+            .iter()
+            .filter_map(|name| self.policies.by_name.get(name))
+            .filter(|policy| !is_in(policy));
+        PolicySet::new(everywhere.iter().chain(in_namespace).chain(named))
+    }
+
+    /// Whether some policy that is enforced is only for the workloads that name it: then the policies of a pod are not known
+    /// before its workload is.
+    pub fn has_selected_policies(&self) -> bool {
+        self.policies.any_selected
+    }
+
+    /// Number of policies.
+    pub fn policies(&self) -> usize {
+        self.policies.by_name.len()
     }
 
     /// The workload of a local pod, by Kubernetes namespace and pod name. Names repeat over clusters: the first one counts.
@@ -171,7 +229,8 @@ fn preferred<'a>(services: &'a [Arc<Service>], namespace: &str) -> Option<&'a Ar
 mod tests {
     use super::*;
     use crate::mesh::{
-        testing::{ip, service, workload},
+        policy::Action,
+        testing::{ip, policy_name, service, workload},
         workload::WorkloadUid,
     };
 
@@ -266,6 +325,78 @@ mod tests {
         }
         let hidden = Mesh::new(vec![], vec![make("c", false, true)]);
         assert_eq!(hidden.service_at("", ip("10.96.0.1"), "d"), None);
+    }
+
+    #[test]
+    fn the_policies_of_a_pod_are_those_of_everywhere_of_its_namespace_and_those_it_names() {
+        let policy = |namespace: &str, name: &str, scope| Policy {
+            key: policy_name(namespace, name),
+            scope,
+            action: Action::Deny,
+            dry_run: false,
+            rules: vec![],
+        };
+        let policies = [
+            policy("shop", "selected", Scope::WorkloadSelector),
+            policy("shop", "of-shop", Scope::Namespace),
+            policy("istio-system", "global", Scope::Global),
+            policy("bank", "of-bank", Scope::Namespace),
+            policy("istio-system", "selected", Scope::WorkloadSelector),
+            policy("nowhere", "of-nowhere", Scope::Namespace),
+        ];
+        let mesh = Mesh::default().with_policies(policies.to_vec());
+        assert_eq!((mesh.policies(), mesh.has_selected_policies()), (6, true));
+        let name = |text: &str| {
+            let (namespace, name) = text.split_once('/').unwrap();
+            policy_name(namespace, name)
+        };
+        for (namespace, selected, expected) in [
+            ("shop", vec![], vec![2, 1]),
+            ("bank", vec![], vec![2, 3]),
+            ("empty", vec![], vec![2]),
+            ("shop", vec!["shop/selected"], vec![2, 1, 0]),
+            (
+                "shop",
+                vec!["istio-system/selected", "shop/selected"],
+                vec![2, 1, 4, 0],
+            ),
+            ("shop", vec!["shop/unknown"], vec![2, 1]),
+            // What holds anyway does not hold twice; what is another namespace's holds for who names it.
+            (
+                "shop",
+                vec!["shop/of-shop", "istio-system/global", "bank/of-bank"],
+                vec![2, 1, 3],
+            ),
+        ] {
+            let selected: Vec<_> = selected.into_iter().map(name).collect();
+            let expected: Vec<_> = expected
+                .into_iter()
+                .map(|at: usize| Arc::new(policies[at].clone()))
+                .collect();
+            assert_eq!(
+                mesh.policies_for(namespace, &selected),
+                PolicySet::new(&expected),
+                "{namespace} {selected:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn the_later_of_two_policies_of_one_name_counts() {
+        let policy = |scope, action| Policy {
+            key: policy_name("shop", "p"),
+            scope,
+            action,
+            dry_run: false,
+            rules: vec![vec![]],
+        };
+        let mesh = Mesh::default().with_policies(vec![
+            policy(Scope::Global, Action::Deny),
+            policy(Scope::Namespace, Action::Allow),
+        ]);
+        assert_eq!((mesh.policies(), mesh.has_selected_policies()), (1, false));
+        assert_eq!(mesh.policies_for("bank", &[]), PolicySet::default());
+        assert_ne!(mesh.policies_for("shop", &[]), PolicySet::default());
     }
 
     #[test]

@@ -5,6 +5,7 @@
 mod balance;
 pub mod index;
 pub mod pod;
+pub mod policy;
 pub mod route;
 pub mod service;
 pub mod spiffe;

@@ -4,6 +4,7 @@ use std::{collections::BTreeMap, net::IpAddr, sync::Arc};
 
 use super::{
     pod::PodInfo,
+    policy::PolicyName,
     service::{IpFamilies, LoadBalancer, Service},
     spiffe::SpiffeId,
     workload::{Locality, NamespacedHostname, NetworkAddress, Protocol, Workload, WorkloadUid},
@@ -25,6 +26,13 @@ pub(crate) fn info(name: &str) -> PodInfo {
         name: name.into(),
         namespace: "shop".into(),
         service_account: name.into(),
+    }
+}
+
+pub(crate) fn policy_name(namespace: &str, name: &str) -> PolicyName {
+    PolicyName {
+        namespace: namespace.into(),
+        name: name.into(),
     }
 }
 
@@ -60,6 +68,7 @@ pub(crate) fn workload(name: &str, address: &str) -> Workload {
         canonical_revision: Arc::default(),
         workload_name: Arc::default(),
         workload_type: "deployment",
+        authorization_policies: vec![],
     }
 }
 

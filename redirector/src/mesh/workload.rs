@@ -2,7 +2,10 @@
 
 use std::{collections::BTreeMap, fmt, net::IpAddr, sync::Arc};
 
-use super::spiffe::{InvalidSpiffeId, SpiffeId};
+use super::{
+    policy::PolicyName,
+    spiffe::{InvalidSpiffeId, SpiffeId},
+};
 
 /// A workload's unique name, e.g. `Kubernetes//Pod/shop/web-0`.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -139,6 +142,8 @@ pub struct Workload {
     pub workload_name: Arc<str>,
     /// `deployment`, `cronjob`, `pod` or `job`: the key of its name in baggage.
     pub workload_type: &'static str,
+    /// The policies that are for it, beside those of its namespace and of everywhere.
+    pub authorization_policies: Vec<PolicyName>,
 }
 
 impl Workload {

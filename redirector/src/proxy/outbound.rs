@@ -254,6 +254,7 @@ mod tests {
             canonical_revision: "".into(),
             workload_name: "web".into(),
             workload_type: "deployment",
+            authorization_policies: Vec::new(),
         }
     }
 

@@ -6,12 +6,13 @@
 use std::{net::IpAddr, num::NonZeroU16};
 
 use redirector_common::consts::PORT_HBONE;
-use serde::Deserialize;
+use serde::{Deserialize, Deserializer};
 
 use super::value::{
-    Checked, Filled, Object, Text, Unique, no_cidr_vips, no_endpoints, no_policies, no_weighted_waypoints,
+    Checked, Filled, Object, Text, Unique, no_cidr_vips, no_endpoints, no_weighted_waypoints,
 };
 use crate::mesh::{
+    policy::{Policy, PolicyName},
     service::{IpFamilies, LoadBalancer, LoadBalancerMode, Scope, Service},
     spiffe::SpiffeId,
     workload::{
@@ -31,8 +32,15 @@ pub(super) struct File {
     pub(super) workloads: Vec<Checked<Workload>>,
     #[serde(default)]
     pub(super) services: Vec<Checked<Service>>,
-    #[serde(default, rename = "policies", deserialize_with = "no_policies")]
-    _policies: (),
+    #[serde(default, deserialize_with = "list_or_nothing")]
+    pub(super) policies: Vec<Checked<Policy>>,
+}
+
+/// A key without a value is the same as an empty list.
+fn list_or_nothing<'de, D: Deserializer<'de>, T: Deserialize<'de>>(
+    deserializer: D,
+) -> Result<Vec<T>, D::Error> {
+    Option::deserialize(deserializer).map(Option::unwrap_or_default)
 }
 
 #[derive(Deserialize)]
@@ -73,8 +81,8 @@ pub(super) struct RawWorkload {
     #[serde(default, rename = "nativeTunnel")]
     _native_tunnel: bool,
     application_tunnel: Option<ApplicationTunnel>,
-    #[serde(default, rename = "authorizationPolicies", deserialize_with = "no_policies")]
-    _authorization_policies: (),
+    #[serde(default)]
+    authorization_policies: Vec<Text<PolicyName>>,
     #[serde(default)]
     status: Status,
     #[serde(default)]
@@ -322,6 +330,11 @@ impl Object for Workload {
                 WorkloadType::Pod => "pod",
                 WorkloadType::Job => "job",
             },
+            authorization_policies: raw
+                .authorization_policies
+                .into_iter()
+                .map(|name| name.0)
+                .collect(),
         })
     }
 }

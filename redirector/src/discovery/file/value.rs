@@ -9,6 +9,7 @@ use serde::{
 };
 
 use crate::mesh::{
+    policy::{Cidr, PolicyName},
     spiffe::SpiffeId,
     workload::{GatewayDestination, NamespacedHostname, NetworkAddress, canonical},
 };
@@ -190,17 +191,32 @@ impl FromText for GatewayDestination {
     }
 }
 
+impl FromText for PolicyName {
+    fn from_text(text: &str) -> Result<Self, String> {
+        match text.split_once('/') {
+            Some((namespace, name)) if !namespace.is_empty() && !name.is_empty() && !name.contains('/') => {
+                Ok(Self {
+                    namespace: namespace.into(),
+                    name: name.into(),
+                })
+            }
+            _ => Err(format!("{text:?} is not of the form namespace/name")),
+        }
+    }
+}
+
+impl FromText for Cidr {
+    fn from_text(text: &str) -> Result<Self, String> {
+        text.parse()
+            .map_err(|error: crate::mesh::policy::InvalidPattern| error.to_string())
+    }
+}
+
 impl FromText for SpiffeId {
     fn from_text(text: &str) -> Result<Self, String> {
         text.parse()
             .map_err(|error: crate::mesh::spiffe::InvalidSpiffeId| error.to_string())
     }
-}
-
-pub(super) fn no_policies<'de, D: Deserializer<'de>>(deserializer: D) -> Result<(), D::Error> {
-    deserializer.deserialize_any(Nothing(
-        "authorization policies are not enforced yet: leave them out, or empty",
-    ))
 }
 
 pub(super) fn no_cidr_vips<'de, D: Deserializer<'de>>(deserializer: D) -> Result<(), D::Error> {
@@ -222,7 +238,7 @@ pub(super) fn no_weighted_waypoints<'de, D: Deserializer<'de>>(deserializer: D) 
 }
 
 /// Takes null, an empty list or an empty mapping; says of anything else why not.
-struct Nothing(&'static str);
+pub(super) struct Nothing(pub(super) &'static str);
 
 impl<'de> Visitor<'de> for Nothing {
     type Value = ();
