@@ -8,6 +8,7 @@ use tokio_rustls::{TlsAcceptor, server::TlsStream};
 
 use super::{
     Pod,
+    connections::{Admitted, Denied, Flow},
     copy::Leg,
     dial,
     hbone::server::{self, Connect},
@@ -43,6 +44,8 @@ enum Error {
         #[source]
         source: Refusal,
     },
+    #[error(transparent)]
+    Denied(Denied),
     #[error("{max} connections are tunnelled to the pod already")]
     TooMany { max: usize },
     #[error("the peer gave up before the application answered")]
@@ -134,8 +137,8 @@ async fn request(pod: Arc<Pod>, tunnel: Arc<Tunnel>, mut connect: Connect) {
         connect.refuse(StatusCode::SERVICE_UNAVAILABLE);
         return record.fail(&Error::TooMany { max });
     };
-    let application = match application(&pod, &tunnel, &mut connect).await {
-        Ok(application) => Leg::new(application),
+    let (application, admitted) = match application(&pod, &tunnel, &mut connect).await {
+        Ok((application, admitted)) => (Leg::new(application), admitted),
         Err(error) => {
             connect.refuse(error.status());
             return record.fail(&error);
@@ -145,12 +148,18 @@ async fn request(pod: Arc<Pod>, tunnel: Arc<Tunnel>, mut connect: Connect) {
         Ok(stream) => stream,
         Err(error) => return record.fail(&Error::Http2(error)),
     };
+    record.admitted = Some(admitted.entry());
     let stream = (&mut stream.source, &mut stream.sink);
-    relay::tunnelled(application, stream, record, pod.shared.config.tail_deadline).await;
+    let relayed = relay::tunnelled(application, stream, record, pod.shared.config.tail_deadline);
+    admitted.run(relayed).await;
 }
 
-/// The connection to the application that a request asks for.
-async fn application(pod: &Pod, tunnel: &Tunnel, connect: &mut Connect) -> Result<TcpStream, Error> {
+/// The connection to the application that a request asks for, if the pod's policies permit it.
+async fn application(
+    pod: &Pod,
+    tunnel: &Tunnel,
+    connect: &mut Connect,
+) -> Result<(TcpStream, Admitted), Error> {
     let decide = |mesh: &Mesh| route::inbound(mesh, pod.local(), tunnel.local.ip(), connect.authority());
     let decided = pod.settled(decide, Refusal::is_transient).await;
     let port = decided.map_err(|source| {
@@ -160,10 +169,19 @@ async fn application(pod: &Pod, tunnel: &Tunnel, connect: &mut Connect) -> Resul
     })?;
     // Always the pod itself: what the authority names beside the port has been judged.
     let destination = SocketAddr::new(tunnel.local.ip(), port);
-    tokio::select! {
-        dialled = dial::application(pod, tunnel.peer, destination) => dialled.map_err(Error::Dial),
+    let flow = Flow {
+        source: tunnel.peer.ip(),
+        identity: Some(tunnel.identity.clone()),
+        destination,
+    };
+    let admitted = pod.connections.admit(flow).map_err(Error::Denied)?;
+    let dialled = tokio::select! {
+        biased;
+        denied = admitted.revoked() => Err(Error::Denied(denied)),
         _ = connect.abandoned() => Err(Error::Abandoned),
-    }
+        dialled = dial::application(pod, tunnel.peer, destination) => dialled.map_err(Error::Dial),
+    };
+    Ok((dialled?, admitted))
 }
 
 impl Error {
@@ -171,6 +189,8 @@ impl Error {
     fn status(&self) -> StatusCode {
         match self {
             Self::Refused { status, .. } => *status,
+            // 401 and not 403: what Istio's peers know for a refusal by policy.
+            Self::Denied(Denied::ByPolicy(_) | Denied::ByChange(_)) => StatusCode::UNAUTHORIZED,
             _ => StatusCode::SERVICE_UNAVAILABLE,
         }
     }

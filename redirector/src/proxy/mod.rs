@@ -6,6 +6,7 @@
 //! - `outbound`: 15001, the pod's own connections; over HBONE or plain
 //! - `inbound`: 15008, HBONE from other pods
 //! - `passthrough`: 15006, plain connections from outside
+//! - `connections`: the inbound connections, under the pod's policies
 //! - `hbone`, `dial`, `copy`: tunnels, connections, and the bytes between them
 //! - `record`: counters and the access log
 
@@ -29,6 +30,7 @@ use tokio_util::{
 
 use self::{
     accept::Listener,
+    connections::Connections,
     dial::DialPorts,
     hbone::{pool::Pool, window::WindowBudget},
 };
@@ -43,6 +45,7 @@ use crate::{
 };
 
 mod accept;
+mod connections;
 mod copy;
 mod dial;
 mod hbone;
@@ -164,11 +167,13 @@ struct Pod {
     addresses: Mutex<Vec<IpAddr>>,
     pool: Pool,
     dial_ports: DialPorts,
+    /// What comes in, under the pod's policies.
+    connections: Arc<Connections>,
     /// Bounds the connections that are tunnelled to the application.
     tunnelled: Arc<tokio::sync::Semaphore>,
     /// Accept loops and connections.
     tasks: TaskTracker,
-    /// Tunnels of the pool.
+    /// Tunnels of the pool, and the task that follows the policies: what ends with the pod, not with its connections.
     tunnels: TaskTracker,
     /// No new connections.
     drain: CancellationToken,
@@ -202,8 +207,15 @@ impl PodProxy {
             tunnels.clone(),
             kill.clone(),
         );
+        let connections = Connections::new(info.clone(), shared.config.network.clone(), shared.mesh.clone());
+        let connections = Arc::new(connections);
+        tunnels.spawn(
+            kill.clone()
+                .run_until_cancelled_owned(connections.clone().follow()),
+        );
         let pod = Arc::new(Pod {
             pool,
+            connections,
             info,
             identity,
             netns,

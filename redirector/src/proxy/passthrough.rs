@@ -1,4 +1,5 @@
-//! 15006: plain connections from outside, handed to the application with their client's address.
+//! 15006: plain connections from outside, handed to the application with their client's address, if the pod's policies
+//! permit them.
 
 use std::{io, net::SocketAddr, os::fd::AsFd, sync::Arc};
 
@@ -6,16 +7,17 @@ use tokio::net::TcpStream;
 
 use super::{
     Pod,
+    connections::{Denied, Flow},
     copy::Leg,
     dial,
     record::{Direction, Record, Security},
     relay,
 };
-use crate::mesh::route;
+use crate::mesh::{index::Mesh, route};
 
-/// Why a connection is refused before the application is asked.
+/// Why a connection is refused, whatever the pod's policies say.
 #[derive(Debug, thiserror::Error)]
-enum Denied {
+enum Refused {
     #[error("cannot tell where the connection was going")]
     OriginalDst(#[source] io::Error),
     #[error("{0} is a port of the proxy itself")]
@@ -28,11 +30,11 @@ pub(super) async fn connection(pod: Arc<Pod>, client: TcpStream, peer: SocketAdd
     let mut record = Record::new(pod.shared.metrics.clone(), Direction::Inbound, peer);
     let destination = match pod.shared.redirector.original_dst(client.as_fd()) {
         Ok(destination) => destination,
-        Err(error) => return record.fail(&Denied::OriginalDst(error)),
+        Err(error) => return record.fail(&Refused::OriginalDst(error)),
     };
     record.dst = Some(destination);
     if !route::passthrough_allowed(destination) {
-        return record.fail(&Denied::ProxyPort(destination));
+        return record.fail(&Refused::ProxyPort(destination));
     }
     record.source = pod
         .mesh()
@@ -41,10 +43,30 @@ pub(super) async fn connection(pod: Arc<Pod>, client: TcpStream, peer: SocketAdd
         .unwrap_or_default();
     record.destination = (&pod.info).into();
     record.open(Security::unknown);
-    let application = match dial::application(&pod, peer, destination).await {
+    // Nobody proves an identity here. Whether a policy is for this pod alone is known once the mesh knows the pod: the
+    // connection is held until then, and refused in the end. A mesh without such policies holds nothing up.
+    let flow = Flow {
+        source: peer.ip(),
+        identity: None,
+        destination,
+    };
+    let admit = |_: &Mesh| pod.connections.admit(flow.clone());
+    let admitted = match pod.settled(admit, Denied::is_transient).await {
+        Ok(admitted) => admitted,
+        // Dropped, the client's leg is reset.
+        Err(denied) => return record.fail(&denied),
+    };
+    let dialled = tokio::select! {
+        biased;
+        denied = admitted.revoked() => return record.fail(&denied),
+        dialled = dial::application(&pod, peer, destination) => dialled,
+    };
+    let application = match dialled {
         Ok(application) => Leg::new(application),
-        // Dropped, the client's leg is reset: refused, as without a proxy.
+        // Refused, as without a proxy.
         Err(error) => return record.fail(&error),
     };
-    relay::plain(application, client, record, pod.shared.config.tail_deadline).await;
+    record.admitted = Some(admitted.entry());
+    let relayed = relay::plain(application, client, record, pod.shared.config.tail_deadline);
+    admitted.run(relayed).await;
 }

@@ -20,7 +20,10 @@ use prometheus_client::{
 use tokio::time::Instant;
 use tracing::field;
 
-use super::copy::{Cut, Meter};
+use super::{
+    connections::Entry,
+    copy::{Cut, Meter},
+};
 use crate::mesh::{pod::PodInfo, service::Service, spiffe::SpiffeId, workload::Workload};
 
 /// Which end of a connection the local pod is.
@@ -133,6 +136,8 @@ pub(crate) struct Record {
     pub(crate) source: Party,
     pub(crate) destination: Party,
     pub(crate) service: Option<Arc<Service>>,
+    /// Under the pod's policies, which may cut it off.
+    pub(super) admitted: Option<Arc<Entry>>,
     open: Option<Open>,
     end: End,
 }
@@ -173,7 +178,7 @@ struct Open {
 }
 
 enum End {
-    /// Dropped in this state, it was cut off: by the pod's end, or by a panic.
+    /// Dropped in this state, it was cut off: by a change of the policies, by the pod's end, or by a panic.
     Open,
     Closed,
     Failed(String),
@@ -193,6 +198,7 @@ impl Record {
             source: Party::default(),
             destination: Party::default(),
             service: None,
+            admitted: None,
             open: None,
             end: End::Open,
         }
@@ -278,7 +284,10 @@ impl Drop for Record {
         let error = match std::mem::replace(&mut self.end, End::Closed) {
             End::Closed | End::Tunnel => None,
             End::Failed(error) => Some(error),
-            End::Open => Some("cut off by the proxy".to_owned()),
+            End::Open => {
+                let denied = self.admitted.as_ref().and_then(|entry| entry.denied());
+                Some(denied.map_or_else(|| "cut off by the proxy".to_owned(), |denied| chain(&denied)))
+            }
         };
         let Some(open) = &self.open else {
             self.metrics.denied.inc();

@@ -10,11 +10,13 @@ use rustls_pki_types::{PrivateKeyDer, ServerName};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpListener, TcpStream},
+    sync::watch,
 };
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 use super::{
+    connections::{Connections, Flow},
     copy::Leg,
     hbone::{
         Http2Config,
@@ -25,6 +27,11 @@ use super::{
     },
     record::{Direction, Metrics, Record, Security},
     relay,
+};
+use crate::mesh::{
+    index::Mesh,
+    policy::{Action, Policy, Scope},
+    testing::{info, policy_name},
 };
 
 const TAIL: Duration = Duration::from_secs(5);
@@ -75,6 +82,8 @@ struct Path {
     exit: TcpListener,
     metrics: Arc<Metrics>,
     kill: CancellationToken,
+    /// With the policies of the exit.
+    mesh: watch::Sender<Arc<Mesh>>,
 }
 
 impl Path {
@@ -88,6 +97,7 @@ impl Path {
             exit,
             metrics: Arc::default(),
             kill: CancellationToken::new(),
+            mesh: watch::Sender::default(),
         };
 
         let kill = path.kill.clone();
@@ -137,27 +147,37 @@ impl Path {
         }));
 
         let (metrics, kill) = (path.metrics.clone(), path.kill.clone());
+        let connections = Connections::new(info("exit"), String::new(), path.mesh.subscribe());
+        let connections = Arc::new(connections);
+        tokio::spawn(
+            kill.clone()
+                .run_until_cancelled_owned(connections.clone().follow()),
+        );
         tokio::spawn(async move {
             while let Ok((tcp, peer)) = tunnel.accept().await {
                 let io = TlsAcceptor::from(server_tls.clone()).accept(tcp).await.unwrap();
-                let (metrics, kill) = (metrics.clone(), kill.clone());
+                let (metrics, kill, connections) = (metrics.clone(), kill.clone(), connections.clone());
                 tokio::spawn(async move {
                     let drain = CancellationToken::new();
                     let window = WindowBudget::new(&Http2Config::default()).share();
                     server::serve(io, Http2Config::default(), window, TAIL, &drain, |connect| {
-                        let metrics = metrics.clone();
+                        let (metrics, connections) = (metrics.clone(), connections.clone());
                         tokio::spawn(kill.clone().run_until_cancelled_owned(async move {
                             let mut record = Record::new(metrics, Direction::Inbound, peer);
                             record.open(Security::mutual_tls);
                             let application = Leg::new(TcpStream::connect(exit_addr).await.unwrap());
+                            let flow = Flow {
+                                source: peer.ip(),
+                                identity: None,
+                                destination: exit_addr,
+                            };
+                            let admitted = connections.admit(flow).unwrap();
+                            record.admitted = Some(admitted.entry());
                             let mut stream = connect.accept().unwrap();
-                            relay::tunnelled(
-                                application,
-                                (&mut stream.source, &mut stream.sink),
-                                record,
-                                TAIL,
-                            )
-                            .await;
+                            let stream = (&mut stream.source, &mut stream.sink);
+                            admitted
+                                .run(relay::tunnelled(application, stream, record, TAIL))
+                                .await;
                         }));
                     })
                     .await
@@ -292,4 +312,27 @@ async fn connections_that_are_killed_are_reset() {
         "connections_failed_total{reporter=\"source\",connection_security_policy=\"mutual_tls\"} 1",
     )
     .await;
+}
+
+#[tokio::test]
+async fn connections_that_policies_no_longer_permit_are_reset() {
+    let path = Path::new().await;
+    let (mut client, mut server) = path.connect().await;
+    client.write_all(b"x").await.unwrap();
+    server.read_exact(&mut [0; 1]).await.unwrap();
+    let nobody = Policy {
+        key: policy_name("shop", "nobody"),
+        scope: Scope::Global,
+        action: Action::Allow,
+        dry_run: false,
+        rules: vec![],
+    };
+    path.mesh
+        .send_replace(Arc::new(Mesh::default().with_policies(vec![nobody])));
+    assert!(is_reset(client.read(&mut [0; 1]).await));
+    assert!(is_reset(server.read(&mut [0; 1]).await));
+    // At the exit it is a failure of the proxy's making; at the entry, a connection that the far end reset.
+    let failed =
+        "connections_failed_total{reporter=\"destination\",connection_security_policy=\"mutual_tls\"} 1";
+    until(&path.metrics, failed).await;
 }
