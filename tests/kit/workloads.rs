@@ -13,6 +13,7 @@ use crate::node::{Family, Pod};
 pub struct Workloads {
     workloads: Vec<Value>,
     services: Vec<Value>,
+    policies: Vec<Value>,
 }
 
 impl Workloads {
@@ -71,9 +72,38 @@ impl Workloads {
         self
     }
 
+    /// Adds a policy for namespace `demo`, and with it for every workload here, whose rules each are one match.
+    #[must_use]
+    pub fn with_policy(self, name: &str, action: &str, matches: &[Value]) -> Self {
+        self.with_policy_of(
+            name,
+            json!({"scope": "Namespace", "action": action, "dryRun": false}),
+            matches,
+        )
+    }
+
+    /// Adds a policy in namespace `demo` with other fields than [`Self::with_policy`] gives it.
+    #[must_use]
+    pub fn with_policy_of(mut self, name: &str, mut fields: Value, matches: &[Value]) -> Self {
+        fields["name"] = name.into();
+        fields["namespace"] = "demo".into();
+        fields["rules"] = matches.iter().map(|one| json!([[one]])).collect();
+        self.policies.push(fields);
+        self
+    }
+
+    /// Has a workload name a policy of namespace `demo`.
+    #[must_use]
+    pub fn naming(mut self, workload: &str, policy: &str) -> Self {
+        for workload in self.workloads.iter_mut().filter(|one| one["name"] == workload) {
+            workload["authorizationPolicies"] = json!([format!("demo/{policy}")]);
+        }
+        self
+    }
+
     /// The file's text.
     pub fn to_yaml(&self) -> String {
-        let file = json!({"workloads": self.workloads, "services": self.services, "policies": []});
+        let file = json!({"workloads": self.workloads, "services": self.services, "policies": self.policies});
         let yaml = serde_yaml::to_value(&file)
             .map(numeric_keys)
             .and_then(|value| serde_yaml::to_string(&value));
