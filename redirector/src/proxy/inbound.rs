@@ -1,4 +1,5 @@
-//! 15008: HBONE from other pods. Mutual TLS, then any number of CONNECT requests, each a connection to the application.
+//! 15008: HBONE from other pods. Mutual TLS, then any number of CONNECT requests, each a connection to the application that
+//! the pod's policies permit.
 
 use std::{io, net::SocketAddr, os::fd::AsFd, sync::Arc, time::Duration};
 

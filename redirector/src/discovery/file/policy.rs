@@ -226,3 +226,6 @@ impl<'de> de::DeserializeSeed<'de> for Value<'_> {
         deserializer.deserialize_str(Checked(kind, check))
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -5,10 +5,8 @@ use proptest::prelude::*;
 use super::*;
 use crate::mesh::{
     pod::PodInfo,
-    policy::{Action, Match, Policy, PolicySet, Scope as PolicyScope, ServiceAccount, StringMatch},
     route::{Local, Route, outbound},
     service::{IpFamilies, LoadBalancerMode, Scope},
-    testing::policy_name,
     workload::{GatewayDestination, Protocol},
 };
 
@@ -30,7 +28,7 @@ workloads:
   hostname: ""
   node: n1
   nativeTunnel: false
-  authorizationPolicies: [shop/no-admin]
+  authorizationPolicies: []
   status: Healthy
   clusterId: Kubernetes
   locality: {region: r, zone: z, subzone: s}
@@ -64,34 +62,7 @@ services:
   ipFamilies: IPv4
   canonical: true
   visibility: Namespace
-policies:
-- name: no-admin
-  namespace: shop
-  scope: WorkloadSelector
-  action: Deny
-  dryRun: false
-  rules:
-  - - - destinationPorts: [9090]
-- name: callers
-  namespace: shop
-  scope: Namespace
-  action: Allow
-  dryRun: true
-  rules:
-  - - - namespaces: [{Exact: shop}, !Prefix sh]
-        notNamespaces: [{Suffix: -test}, {Presence: []}]
-        principals: [{Presence: }, !Presence , {Exact: cluster.local/ns/shop/sa/web}]
-        notPrincipals: [!Suffix /sa/default]
-      - sourceIps: [10.0.0.0/8, "::ffff:10.0.0.9", "fd00::/8"]
-        notSourceIps: [10.1.2.3/16]
-        destinationIps: ["fd00::1"]
-        notDestinationIps: [192.0.2.0/24]
-    - - destinationPorts: [80, 8080]
-        notDestinationPorts: [443]
-        serviceAccounts: [{namespace: shop, serviceAccount: web}]
-        notServiceAccounts: [{namespace: bank, serviceAccount: web}]
-  - []
-- {name: nobody, namespace: elsewhere, scope: Namespace, action: Allow, rules: []}
+policies: []
 "#;
 
 fn error(text: &str) -> String {
@@ -148,89 +119,6 @@ fn every_key_arrives() {
     assert!(service.load_balancer.allow_unhealthy && service.canonical && service.namespace_only);
     assert_eq!((service.ip_families, service.ports[&81]), (IpFamilies::V4, 0));
     assert_eq!(mesh.endpoints(&service.host).len(), 1);
-}
-
-#[test]
-fn policies_arrive() {
-    let mesh = parse(FULL, "mesh.yaml").unwrap();
-    assert_eq!(mesh.policies(), 3);
-    let cart = mesh.pod("shop", "cart-0").unwrap();
-    assert_eq!(cart.authorization_policies, [policy_name("shop", "no-admin")]);
-
-    let policy = |name: &str, scope, action, dry_run, rules| {
-        Arc::new(Policy {
-            key: policy_name("shop", name),
-            scope,
-            action,
-            dry_run,
-            rules,
-        })
-    };
-    let text = |make: fn(&str) -> Result<StringMatch, _>, text: &str| make(text).unwrap();
-    let cidrs = |texts: &[&str]| texts.iter().map(|text| text.parse().unwrap()).collect();
-    let web = |namespace: &str| ServiceAccount {
-        namespace: namespace.into(),
-        name: "web".into(),
-    };
-    let admin = Match {
-        destination_ports: vec![9090],
-        ..Match::default()
-    };
-    let who = Match {
-        namespaces: vec![text(StringMatch::exact, "shop"), text(StringMatch::prefix, "sh")],
-        not_namespaces: vec![text(StringMatch::suffix, "-test"), StringMatch::presence()],
-        principals: vec![
-            StringMatch::presence(),
-            StringMatch::presence(),
-            text(StringMatch::exact, "cluster.local/ns/shop/sa/web"),
-        ],
-        not_principals: vec![text(StringMatch::suffix, "/sa/default")],
-        ..Match::default()
-    };
-    let addresses = Match {
-        source_ips: cidrs(&["10.0.0.0/8", "10.0.0.9/32", "fd00::/8"]),
-        not_source_ips: cidrs(&["10.1.0.0/16"]),
-        destination_ips: cidrs(&["fd00::1/128"]),
-        not_destination_ips: cidrs(&["192.0.2.0/24"]),
-        ..Match::default()
-    };
-    let ports = Match {
-        destination_ports: vec![80, 8080],
-        not_destination_ports: vec![443],
-        service_accounts: vec![web("shop")],
-        not_service_accounts: vec![web("bank")],
-        ..Match::default()
-    };
-    let callers = policy(
-        "callers",
-        PolicyScope::Namespace,
-        Action::Allow,
-        true,
-        vec![vec![vec![who, addresses], vec![ports]], vec![]],
-    );
-    let no_admin = policy(
-        "no-admin",
-        PolicyScope::WorkloadSelector,
-        Action::Deny,
-        false,
-        vec![vec![vec![admin]]],
-    );
-    assert_eq!(
-        mesh.policies_for("shop", &cart.authorization_policies),
-        PolicySet::new(&[callers, no_admin])
-    );
-}
-
-#[test]
-fn a_policy_that_is_not_there_is_passed_over() {
-    let text = FULL.replace("[shop/no-admin]", "[shop/other]");
-    let mesh = parse(&text, "mesh.yaml").unwrap();
-    let cart = mesh.pod("shop", "cart-0").unwrap();
-    assert_eq!(cart.authorization_policies, [policy_name("shop", "other")]);
-    assert_eq!(
-        mesh.policies_for("shop", &cart.authorization_policies),
-        mesh.policies_for("shop", &[])
-    );
 }
 
 #[test]
@@ -323,112 +211,6 @@ fn errors_name_file_line_and_field() {
             "workloads[0].namespace: must not be empty",
         ),
         (
-            "authorizationPolicies: [shop/no-admin]",
-            "authorizationPolicies: [no-admin]",
-            "mesh.yaml, line 19, column 27: workloads[0].authorizationPolicies[0]: \"no-admin\" is not of the form namespace/name",
-        ),
-        (
-            "- name: no-admin",
-            "- name: ''",
-            "policies[0].name: must not be empty",
-        ),
-        (
-            "  scope: WorkloadSelector\n",
-            "",
-            "policies[0]: missing field `scope`",
-        ),
-        (
-            "scope: WorkloadSelector",
-            "scope: Workload",
-            "policies[0].scope: unknown variant `Workload`",
-        ),
-        (
-            "action: Deny",
-            "action: DENY",
-            "policies[0].action: unknown variant `DENY`, expected `Allow` or `Deny`",
-        ),
-        (
-            "  rules:\n  - - - destinationPorts: [9090]\n",
-            "",
-            "policies[0]: missing field `rules`",
-        ),
-        (
-            "  - - - destinationPorts: [9090]",
-            "  - destinationPorts: [9090]",
-            "policies[0].rules[0]: invalid type: map, expected a sequence",
-        ),
-        (
-            "- - - destinationPorts: [9090]",
-            "- - - destinationPort: [9090]",
-            "line 60, column 9: policies[0].rules[0][0][0].destinationPort: unknown field `destinationPort`",
-        ),
-        (
-            "destinationPorts: [9090]",
-            "destinationPorts: [0]",
-            "policies[0].rules[0][0][0].destinationPorts[0]: invalid value: integer `0`",
-        ),
-        (
-            "destinationPorts: [9090]",
-            "destinationPorts: [75000]",
-            "policies[0].rules[0][0][0].destinationPorts[0]: invalid value: integer `75000`",
-        ),
-        (
-            "{Exact: shop}",
-            "{Exact: ''}",
-            "line 67, column 30: policies[1].rules[0][0][0].namespaces[0].Exact: must not be empty",
-        ),
-        (
-            "{Exact: shop}",
-            "{exact: shop}",
-            "policies[1].rules[0][0][0].namespaces[0].exact: unknown variant `exact`",
-        ),
-        (
-            "{Exact: shop}",
-            "shop",
-            "policies[1].rules[0][0][0].namespaces[0]: invalid type: string \"shop\", expected a text to compare with",
-        ),
-        (
-            "{Exact: shop}",
-            "{Exact: shop, Prefix: x}",
-            "one text can be compared in one way only",
-        ),
-        (
-            "{Exact: shop}",
-            "{}",
-            "policies[1].rules[0][0][0].namespaces[0]: invalid length 0, expected a text to compare with",
-        ),
-        ("{Presence: []}", "{Presence: [x]}", "Presence has no text"),
-        (
-            "!Prefix sh",
-            "!Prefix ''",
-            "policies[1].rules[0][0][0].namespaces[1].Prefix: must not be empty",
-        ),
-        (
-            "{Exact: cluster.local/",
-            "{Exact: spiffe://cluster.local/",
-            "policies[1].rules[0][0][0].principals[2].Exact: \"spiffe://cluster.local/ns/shop/sa/web\" begins with spiffe://",
-        ),
-        (
-            "10.0.0.0/8,",
-            "10.0.0.0/33,",
-            "line 71, column 21: policies[1].rules[0][0][1].sourceIps[0]: an address range of 10.0.0.0 cannot have 33 bits",
-        ),
-        (
-            "10.0.0.0/8,",
-            "10.0.0/8,",
-            "policies[1].rules[0][0][1].sourceIps[0]: \"10.0.0/8\" is not an address range, such as 10.0.0.0/8 or fd00::/8",
-        ),
-        (
-            "serviceAccount: web}]\n        not",
-            "name: web}]\n        not",
-            "policies[1].rules[0][1][0].serviceAccounts[0].name: unknown field `name`",
-        ),
-        (
-            "- name: callers",
-            "- name: no-admin",
-            "policies[1].name: shop/no-admin is there twice",
-        ),
-        (
             "cidrVips: []",
             "cidrVips: [/10.1.0.0/16]",
             "services[0].cidrVips: address ranges are not supported yet",
@@ -463,7 +245,7 @@ fn errors_name_file_line_and_field() {
             "workloadIps: []\n  hostname: db.example.org",
             "names are not resolved yet",
         ),
-        ("policies:\n", "polices:\n", "unknown field `polices`"),
+        ("policies: []", "polices: []", "unknown field `polices`"),
     ] {
         let error = broken(from, to);
         assert!(error.contains(expected), "{from} -> {to}: {error}");
