@@ -38,6 +38,10 @@ const TESTS: &[(&str, Test)] = &[
         "a_change_closes_what_it_denies_and_nothing_else",
         a_change_closes_what_it_denies_and_nothing_else,
     ),
+    (
+        "one_change_closes_hundreds_of_connections",
+        one_change_closes_hundreds_of_connections,
+    ),
     ("a_dry_run_permits", a_dry_run_permits),
     (
         "a_pod_that_the_mesh_does_not_know_takes_what_no_policy_may_deny",
@@ -268,6 +272,52 @@ fn a_change_closes_what_it_denies_and_nothing_else(family: Family) {
     ] {
         let error = format!("closed due to policy change: {error}");
         demo.logged("inbound", client.addr(family, 0), &error);
+    }
+}
+
+/// In tunnels, which hold a hundred each, and in plain.
+fn one_change_closes_hundreds_of_connections(family: Family) {
+    const EACH: usize = 250;
+    let demo = Demo::new(|workloads| workloads);
+    let bind = |port| move || TcpListener::bind((family.any(), port));
+    let applications = [PORT, PORT + 1].map(|port| demo.server.ns.run(bind(port)).unwrap());
+    let open = |client: &Host, port: u16, application: &TcpListener| -> Vec<(TcpStream, TcpStream)> {
+        let server = demo.server.addr(family, port);
+        let connect = |_| {
+            let client = app::connect(&client.ns, server).unwrap();
+            let (mut application, _) = application.accept().unwrap();
+            application.write_all(b"x").unwrap();
+            (client, application)
+        };
+        (0..EACH).map(connect).collect()
+    };
+    for application in &applications {
+        // Of accepting, too.
+        let socket = socket2::SockRef::from(application);
+        socket.set_read_timeout(Some(app::IO_DEADLINE)).unwrap();
+    }
+    let [ours, admin] = &applications;
+    let mut kept = open(&demo.friend, PORT, ours);
+    let mut closed = open(&demo.friend, PORT + 1, admin);
+    closed.extend(open(&demo.stranger, PORT + 1, admin));
+    for (client, _) in kept.iter_mut().chain(&mut closed) {
+        client.read_exact(&mut [0]).unwrap();
+    }
+
+    demo.rewrite(|workloads| {
+        let admin = json!({"destinationPorts": [PORT + 1]});
+        workloads.with_policy("no-admin", "Deny", &[admin])
+    });
+    for (client, application) in &mut closed {
+        for end in [client, application] {
+            end.set_read_timeout(Some(app::IO_DEADLINE)).unwrap();
+            let error = end.read(&mut [0]).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::ConnectionReset, "{error}");
+        }
+    }
+    for (client, application) in &mut kept {
+        application.write_all(b"y").unwrap();
+        client.read_exact(&mut [0]).unwrap();
     }
 }
 
