@@ -218,6 +218,7 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
         shutdown_grace: config.shutdown_grace.0,
         check_interval: CHECK_INTERVAL,
         release_on_exit: config.release_on_exit,
+        strict: config.strict,
         rules: start_rules(&config, &redirector, &mut tasks, &serving)?,
     };
     let backend = redirector.name();

@@ -49,6 +49,8 @@ pub struct Config {
     pub pods: PodSource,
     /// File of rules for the pods.
     pub rules: Option<PathBuf>,
+    /// What pods would send or get in plain is refused, where the rules say nothing else.
+    pub strict: bool,
     /// Where the mesh comes from.
     pub mesh: MeshSource,
     /// Directory of the development CA.
@@ -245,6 +247,7 @@ impl Config {
             bpffs_dir: s.bpffs_dir.unwrap_or_else(|| "/sys/fs/bpf/redirector".into()),
             pods: s.inpod_uds.map_or(PodSource::Cni(cni_socket), PodSource::Zds),
             rules: s.rules,
+            strict: s.strict.unwrap_or(false),
             mesh,
             ca_dir: s.ca_dir.unwrap_or_else(|| state_dir.join("ca")),
             ca_by_default: !fake_ca,

@@ -256,6 +256,7 @@ pub fn render(address: SocketAddr, view: &PodsView, metrics: &str) -> String {
             pod.service_account
         );
         let _ = write!(out, "  uid {}  net:[{}]", pod.uid, pod.netns);
+        let _ = write!(out, "{}", if pod.strict { "  strict" } else { "" });
         let _ = match &pod.error {
             Some(error) => writeln!(out, "  {error}"),
             None => writeln!(out),

@@ -43,6 +43,7 @@ fn pod(state: State) -> PodStatus {
         netns_path: None,
         addresses: vec![[10, 0, 0, 1].into()],
         state,
+        strict: false,
         error: (state == State::NotCaptured).then(|| "cannot look".into()),
     }
 }
@@ -154,6 +155,7 @@ async fn a_running_agent_tells_its_status() {
     let fixture = fixture();
     let refused = PodStatus {
         error: Some("the pod's newest rules are refused".into()),
+        strict: true,
         ..pod(State::Captured)
     };
     fixture.pods.send_replace(Status {
@@ -176,7 +178,7 @@ async fn a_running_agent_tells_its_status() {
         "reach the pods directly: those of /sys/fs/cgroup/k (kubelet's, found by its unit)\n",
         "shop/web-0  captured  10.0.0.1  sa web  uid u-1  net:[7]\n",
         "NOT CAPTURED  10.0.0.1  sa web  uid u-1  net:[7]  cannot look\n",
-        "web-0  captured  10.0.0.1  sa web  uid u-1  net:[7]  the pod's newest rules are refused\n",
+        "web-0  captured  10.0.0.1  sa web  uid u-1  net:[7]  strict  the pod's newest rules are refused\n",
         "  process_open_fds ",
     ] {
         assert!(text.contains(expected), "{expected} in {text}");

@@ -74,6 +74,9 @@ settings! {
         inpod_uds: PathBuf, ["INPOD_UDS"];
     "File of rules for the pods: which of their connections are captured"
         rules: PathBuf, [];
+    "Refuse what enrolled pods would send or get in plain, what the rules leave alone excepted; the rules may say otherwise of \
+     pods [default: false]"
+        strict: bool, [], switch "true";
     "File of workloads and services"
         workloads: PathBuf, ["LOCAL_XDS_PATH"];
     "Workloads and services, as text"

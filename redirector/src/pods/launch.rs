@@ -25,6 +25,8 @@ pub struct NewPod {
     pub netns: Arc<Netns>,
     /// All its addresses.
     pub addresses: Vec<IpAddr>,
+    /// Whether it is refused to speak in plain.
+    pub strict: bool,
 }
 
 /// A pod's surroundings.
@@ -40,6 +42,9 @@ pub trait Launch: Send + Sync + 'static {
 
     /// The proxy's listeners.
     fn listeners<'a>(&self, proxy: &'a Self::Proxy) -> Listeners<'a>;
+
+    /// Whether what the pod would send or get in plain is refused from now on. Open connections in plain end with it.
+    fn set_strict(&self, proxy: &Self::Proxy, strict: bool);
 
     /// Stops a proxy. Its connections have `grace` to end; then they are closed.
     fn stop(&self, proxy: Self::Proxy, grace: Duration) -> impl Future<Output = ()> + Send;
@@ -95,6 +100,7 @@ impl Launch for PodProxies {
             info,
             netns,
             addresses,
+            strict,
         } = pod;
         let identity = self.shared.identities.hold(&self.identity(&info)?);
         self.warn_if_unknown(&info);
@@ -105,6 +111,7 @@ impl Launch for PodProxies {
                 identity,
                 netns,
                 addresses,
+                strict,
             },
         )
         .map_err(Error::Start)
@@ -112,6 +119,10 @@ impl Launch for PodProxies {
 
     fn listeners<'a>(&self, proxy: &'a PodProxy) -> Listeners<'a> {
         proxy.listeners()
+    }
+
+    fn set_strict(&self, proxy: &PodProxy, strict: bool) {
+        proxy.set_strict(strict);
     }
 
     async fn stop(&self, proxy: PodProxy, grace: Duration) {

@@ -26,7 +26,12 @@ use super::{
     status::{Metrics, State, Status},
     work::{Done, Worker, blocking},
 };
-use crate::{mesh::pod::PodUid, redirect::Redirector, sys::netns::NetnsId, telemetry::Chain};
+use crate::{
+    mesh::pod::PodUid,
+    redirect::{Redirector, overrides::Overrides},
+    sys::netns::NetnsId,
+    telemetry::Chain,
+};
 
 mod entry;
 
@@ -53,6 +58,8 @@ pub struct Config {
     pub shutdown_grace: Duration,
     /// Time between looks at whether each pod's capture is still whole; what is gone is put back.
     pub check_interval: Duration,
+    /// Pods are strict where the rules say nothing of it.
+    pub strict: bool,
     /// The rules for all pods; what changes in them is put in force.
     pub rules: watch::Receiver<Arc<NodeRules>>,
     /// Pods are released when the agent stops. Otherwise their capture stays, and they fail closed until an agent is back.
@@ -113,6 +120,10 @@ impl<L: Launch> Lifecycle<L> {
             node: config.node.clone(),
             release_grace: config.release_grace,
             rules: config.rules.clone(),
+            weakest: Overrides {
+                strict: Some(config.strict),
+                ..Overrides::default()
+            },
             durations: metrics.durations.clone(),
         };
         let lifecycle = Self {
@@ -154,7 +165,6 @@ impl<L: Launch> Lifecycle<L> {
                 }
                 Ok(()) = self.config.rules.changed() => {
                     self.check();
-                    changed = false;
                 }
             }
             // Telling the whole table after each look at each pod would be the agent's main work.
@@ -522,7 +532,7 @@ impl<L: Launch> Lifecycle<L> {
         let pods: Vec<_> = self
             .table
             .iter()
-            .filter_map(|(uid, entry)| entry.status(uid))
+            .filter_map(|(uid, entry)| entry.status(uid, |add| self.worker.rules_of(add).strict))
             .collect();
         let count = |state| pods.iter().filter(|pod| pod.state == state).count() as i64;
         self.metrics.active.set(count(State::Captured));

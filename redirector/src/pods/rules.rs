@@ -70,13 +70,15 @@ pub enum Error {
 }
 
 impl NodeRules {
-    /// What applies to a pod that says `own` of itself.
-    pub fn of(&self, pod: &PodInfo, own: &Overrides) -> Rules {
+    /// What applies to a pod that says `own` of itself, where `weakest` is what holds if nobody says anything.
+    pub fn of(&self, pod: &PodInfo, own: &Overrides, weakest: &Overrides) -> Rules {
         self.said_of(&pod.namespace, Some(&pod.name), own)
+            .or(weakest)
+            .into_rules()
     }
 
     /// What applies to a pod of this name; without one, to those that no entry names.
-    fn said_of(&self, namespace: &str, name: Option<&str>, own: &Overrides) -> Rules {
+    fn said_of(&self, namespace: &str, name: Option<&str>, own: &Overrides) -> Overrides {
         let fits = |entry: &&Entry| {
             entry.namespace == namespace && (entry.name.is_none() || entry.name.as_deref() == name)
         };
@@ -84,7 +86,7 @@ impl NodeRules {
         for entry in self.pods.iter().rev().filter(fits) {
             said = said.or(&entry.rules);
         }
-        said.or(&self.node).into_rules()
+        said.or(&self.node)
     }
 
     /// The first rules that no pod could have, by their key, and why.
@@ -103,7 +105,7 @@ impl NodeRules {
         of_node.or_else(|| {
             entries.find_map(|(index, entry)| {
                 let rules = self.said_of(&entry.namespace, entry.name.as_deref(), &Overrides::default());
-                Some((format!("pods[{index}].rules"), why(&rules)?))
+                Some((format!("pods[{index}].rules"), why(&rules.into_rules())?))
             })
         })
     }
@@ -230,7 +232,7 @@ mod tests {
             ("shop", "db", Overrides::default(), "3", true),
             ("shop", "db", own, "4", true),
         ] {
-            let found = rules.of(&pod(namespace, name), &own);
+            let found = rules.of(&pod(namespace, name), &own, &Overrides::default());
             assert_eq!(
                 found.outbound.not_ports.to_string(),
                 outbound,
@@ -242,11 +244,35 @@ mod tests {
     }
 
     #[test]
+    fn how_strict_a_pod_is_is_said_by_the_nearest_that_says_it() {
+        let file = parse(
+            "pods: [{namespace: shop, rules: {strict: true}}, {namespace: old, rules: {strict: false}}]",
+        );
+        let strict = |strict| Overrides {
+            strict,
+            ..Overrides::default()
+        };
+        for (namespace, own, node, expected) in [
+            ("other", None, false, false),
+            ("other", None, true, true),
+            ("shop", None, false, true),
+            ("old", None, true, false),
+            ("old", Some(true), false, true),
+            ("shop", Some(false), true, false),
+        ] {
+            let rules = file.as_ref().unwrap();
+            let found = rules.of(&pod(namespace, "db"), &strict(own), &strict(Some(node)));
+            assert_eq!(found.strict, expected, "{namespace} {own:?} {node}");
+        }
+    }
+
+    #[test]
     fn a_wrong_file_says_what_is_wrong() {
         for (text, problem) in [
             ("", "rules.yaml: the whole file: is empty"),
             ("nodes: {}", "unknown field `nodes`"),
             ("pods: [{name: a, rules: {}}]", "rules.yaml: pods[0]: "),
+            ("node: {strict: maybe}", "rules.yaml: node.strict: "),
             (
                 "node: {excludeOutboundPorts: [1, x]}",
                 "rules.yaml: node.excludeOutboundPorts: ",

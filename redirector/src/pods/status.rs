@@ -38,6 +38,9 @@ pub struct PodStatus {
     pub addresses: Vec<IpAddr>,
     /// Whether its traffic is captured.
     pub state: State,
+    /// Whether what it would send or get in plain is refused, by its newest rules.
+    #[serde(default)]
+    pub strict: bool,
     /// Why it is not; of a pod that is, what its capture lacks, or what keeps it from its newest rules.
     pub error: Option<String>,
 }

@@ -48,6 +48,8 @@ pub(super) struct Worker<L: Launch> {
     pub(super) release_grace: Duration,
     /// The rules for all pods.
     pub(super) rules: watch::Receiver<Arc<NodeRules>>,
+    /// What holds where the rules say nothing.
+    pub(super) weakest: Overrides,
     /// How long the backend took.
     pub(super) durations: Durations,
 }
@@ -136,10 +138,10 @@ impl<L: Launch> Worker<L> {
     }
 
     /// What applies to a pod now.
-    fn rules_of(&self, add: &PodAdd) -> Rules {
+    pub(super) fn rules_of(&self, add: &PodAdd) -> Rules {
         let nothing = Overrides::default();
         let own = add.rules.as_deref().unwrap_or(&nothing);
-        self.rules.borrow().of(&add.info, own)
+        self.rules.borrow().of(&add.info, own, &self.weakest)
     }
 
     /// Puts new rules of a captured pod in force. If that fails, the old ones stay.
@@ -160,6 +162,7 @@ impl<L: Launch> Worker<L> {
             });
             let changed = match result {
                 Ok(()) => {
+                    self.launch.set_strict(&old.proxy, network.rules.strict);
                     info!(uid = %add.info.uid, rules = ?network.rules, "the pod has new rules");
                     Captured { add, network, ..old }
                 }
@@ -203,6 +206,9 @@ impl<L: Launch> Worker<L> {
                 rules: self.rules_of(&pod.add),
                 ..pod.network.clone()
             };
+            // The proxy can always have this, whatever the backend says of the rest.
+            self.launch.set_strict(&pod.proxy, wanted.rules.strict);
+            pod.network.rules.strict = wanted.rules.strict;
             let result = guarded(STEP, || still_there(&pod.add)).and_then(|()| match attach(&wanted) {
                 Err(error) if wanted.rules != pod.network.rules => {
                     attach(&pod.network)?;
@@ -308,6 +314,7 @@ impl<L: Launch> Worker<L> {
             info: add.info.clone(),
             netns: Arc::clone(&add.netns),
             addresses: network.addresses.clone(),
+            strict: network.rules.strict,
         };
         let start = move || {
             let captured_before = worker

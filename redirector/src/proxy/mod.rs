@@ -8,6 +8,7 @@
 //! - `passthrough`: 15006, plain connections from outside
 //! - `connections`: the inbound connections, under the pod's policies
 //! - `hbone`, `dial`, `copy`: tunnels, connections, and the bytes between them
+//! - `plaintext`: what must not be in plain, and what is
 //! - `record`: counters and the access log
 
 use std::{
@@ -33,6 +34,7 @@ use self::{
     connections::Connections,
     dial::DialPorts,
     hbone::{pool::Pool, window::WindowBudget},
+    plaintext::Plaintext,
 };
 use crate::{
     identity::store::{Held, Store},
@@ -52,6 +54,7 @@ mod hbone;
 mod inbound;
 mod outbound;
 mod passthrough;
+mod plaintext;
 mod record;
 mod relay;
 
@@ -132,6 +135,8 @@ pub struct PodContext {
     pub netns: Arc<Netns>,
     /// Its addresses: those of its event, and those that its interfaces have now.
     pub addresses: Vec<IpAddr>,
+    /// Whether it is refused to speak in plain; [`PodProxy::set_strict`] changes it.
+    pub strict: bool,
 }
 
 /// The proxy of one pod: its listeners and its connections.
@@ -171,6 +176,8 @@ struct Pod {
     connections: Arc<Connections>,
     /// Bounds the connections that are tunnelled to the application.
     tunnelled: Arc<tokio::sync::Semaphore>,
+    /// Whether it may speak in plain.
+    plaintext: Arc<Plaintext>,
     /// Accept loops and connections.
     tasks: TaskTracker,
     /// Tunnels of the pool, and the task that follows the policies: what ends with the pod, not with its connections.
@@ -192,6 +199,7 @@ impl PodProxy {
             identity,
             netns,
             addresses,
+            strict,
         } = pod;
         let marks = shared.redirector.marks();
         let bind = |port, mark| bind(&shared, &netns, port, mark);
@@ -216,6 +224,7 @@ impl PodProxy {
         let pod = Arc::new(Pod {
             pool,
             connections,
+            plaintext: Arc::new(Plaintext::new(shared.metrics.clone(), &info, strict)),
             info,
             identity,
             netns,
@@ -250,6 +259,12 @@ impl PodProxy {
             inbound: self.inbound.as_fd(),
             hbone: self.hbone.as_fd(),
         }
+    }
+
+    /// Refuses what the pod would send or get in plain from now on, or allows it. Open connections in plain are reset when it is
+    /// refused; those over HBONE go on, and so does what the pod says to itself.
+    pub fn set_strict(&self, strict: bool) {
+        self.pod.plaintext.set_strict(strict);
     }
 
     /// Stops accepting, asks HBONE peers to go elsewhere (GOAWAY), waits up to `grace` for connections to end, and
@@ -333,6 +348,15 @@ impl Pod {
     fn knows_address(&self, address: IpAddr) -> bool {
         let addresses = self.addresses.lock().unwrap_or_else(PoisonError::into_inner);
         addresses.contains(&address)
+    }
+
+    /// Whether `address` is the pod's own, so that what goes there is on no wire. A strict pod's interfaces are asked, if need be,
+    /// before it is refused to talk to itself.
+    fn is_self(&self, address: IpAddr) -> bool {
+        address.is_loopback()
+            || address.is_unspecified()
+            || self.knows_address(address)
+            || (self.plaintext.is_refused() && self.has_address(address))
     }
 
     /// Whether `address` is one of the pod's own.

@@ -22,7 +22,8 @@ use super::{
         client,
         pool::{Dialled, Key},
     },
-    record::{Direction, Record, Security},
+    plaintext,
+    record::{Direction, Reason, Record, Security},
     relay,
 };
 use crate::{
@@ -94,16 +95,29 @@ async fn plain(pod: &Pod, application: Leg, route: PlainRoute, mut record: Recor
     if PROXY_PORTS.contains(&target.port()) && is_here(target.ip()) {
         return record.fail(&Error::Loop(target));
     }
+    let on_wire = !pod.is_self(target.ip());
+    if on_wire && pod.plaintext.is_refused() {
+        return record.refuse(Reason::plaintext, &plaintext::Refused);
+    }
+    record.plain = on_wire.then(|| pod.plaintext.clone());
     record.open(Security::unknown);
-    let dialled = tokio::select! {
-        dialled = dial::upstream(pod, target) => dialled,
-        _ = application.broken() => return record.fail(&Error::Abandoned),
+    let carried = async {
+        let dialled = tokio::select! {
+            dialled = dial::upstream(pod, target) => dialled,
+            _ = application.broken() => return record.fail(&Error::Abandoned),
+        };
+        let upstream = match dialled {
+            Ok(upstream) => Leg::new(upstream),
+            Err(error) => return record.fail(&error),
+        };
+        relay::plain(application, upstream, record, pod.shared.config.tail_deadline).await;
     };
-    let upstream = match dialled {
-        Ok(upstream) => Leg::new(upstream),
-        Err(error) => return record.fail(&error),
-    };
-    relay::plain(application, upstream, record, pod.shared.config.tail_deadline).await;
+    tokio::select! {
+        biased;
+        // Both legs are reset, and the record says why.
+        () = pod.plaintext.refused(), if on_wire => {}
+        () = carried => {}
+    }
 }
 
 async fn hbone(pod: &Pod, application: Leg, peer: SocketAddr, route: HboneRoute, mut record: Record) {

@@ -9,8 +9,8 @@ use super::{
     Pod,
     connections::{Denied, Flow},
     copy::Leg,
-    dial,
-    record::{Direction, Record, Security},
+    dial, plaintext,
+    record::{Direction, Reason, Record, Security},
     relay,
 };
 use crate::mesh::{index::Mesh, route};
@@ -42,6 +42,11 @@ pub(super) async fn connection(pod: Arc<Pod>, client: TcpStream, peer: SocketAdd
         .map(|workload| workload.as_ref().into())
         .unwrap_or_default();
     record.destination = (&pod.info).into();
+    let on_wire = !pod.is_self(peer.ip());
+    if on_wire && pod.plaintext.is_refused() {
+        return record.refuse(Reason::plaintext, &plaintext::Refused);
+    }
+    record.plain = on_wire.then(|| pod.plaintext.clone());
     record.open(Security::unknown);
     // Nobody proves an identity here. Whether a policy is for this pod alone is known once the mesh knows the pod: the
     // connection is held until then, and refused in the end. A mesh without such policies holds nothing up.
@@ -56,17 +61,25 @@ pub(super) async fn connection(pod: Arc<Pod>, client: TcpStream, peer: SocketAdd
         // Dropped, the client's leg is reset.
         Err(denied) => return record.fail(&denied),
     };
-    let dialled = tokio::select! {
+    let carried = async {
+        let dialled = tokio::select! {
+            biased;
+            denied = admitted.revoked() => return record.fail(&denied),
+            dialled = dial::application(&pod, peer, destination) => dialled,
+        };
+        let application = match dialled {
+            Ok(application) => Leg::new(application),
+            // Refused, as without a proxy.
+            Err(error) => return record.fail(&error),
+        };
+        record.admitted = Some(admitted.entry());
+        let relayed = relay::plain(application, client, record, pod.shared.config.tail_deadline);
+        admitted.run(relayed).await;
+    };
+    tokio::select! {
         biased;
-        denied = admitted.revoked() => return record.fail(&denied),
-        dialled = dial::application(&pod, peer, destination) => dialled,
-    };
-    let application = match dialled {
-        Ok(application) => Leg::new(application),
-        // Refused, as without a proxy.
-        Err(error) => return record.fail(&error),
-    };
-    record.admitted = Some(admitted.entry());
-    let relayed = relay::plain(application, client, record, pod.shared.config.tail_deadline);
-    admitted.run(relayed).await;
+        // Both legs are reset, and the record says why.
+        () = pod.plaintext.refused(), if on_wire => {}
+        () = carried => {}
+    }
 }

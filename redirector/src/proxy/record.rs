@@ -23,6 +23,7 @@ use tracing::field;
 use super::{
     connections::Entry,
     copy::{Cut, Meter},
+    plaintext::{self, Plaintext},
 };
 use crate::mesh::{pod::PodInfo, service::Service, spiffe::SpiffeId, workload::Workload};
 
@@ -68,6 +69,21 @@ pub struct Metrics {
     received: Family<Labels, Counter>,
     sent: Family<Labels, Counter>,
     denied: Counter,
+    refused: Family<Refused, Counter>,
+    pub(super) plaintext: plaintext::Bytes,
+}
+
+/// Why the proxy itself refuses what it could carry.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
+#[allow(non_camel_case_types, reason = "the names are the labels' values")]
+pub(crate) enum Reason {
+    /// The pod is strict.
+    plaintext,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Refused {
+    reason: Reason,
 }
 
 impl Metrics {
@@ -106,6 +122,17 @@ impl Metrics {
             "Connections refused before it was known where they go",
             self.denied.clone(),
         );
+        registry.register(
+            "redirector_connections_refused",
+            "Connections and requests that the proxy could carry and must not",
+            self.refused.clone(),
+        );
+        self.plaintext.register(registry);
+    }
+
+    /// Counts what was refused.
+    pub(crate) fn refused(&self, reason: Reason) {
+        self.refused.get_or_create(&Refused { reason }).inc();
     }
 }
 
@@ -114,12 +141,17 @@ impl Metrics {
 pub(crate) struct Count {
     bytes: AtomicU64,
     total: Counter,
+    /// Those in plain, over the wire, are counted for the pod too.
+    plain: Option<Counter>,
 }
 
 impl Meter for Count {
     fn add(&self, bytes: u64) {
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
         self.total.inc_by(bytes);
+        if let Some(plain) = &self.plain {
+            plain.inc_by(bytes);
+        }
     }
 }
 
@@ -138,6 +170,8 @@ pub(crate) struct Record {
     pub(crate) service: Option<Arc<Service>>,
     /// Under the pod's policies, which may cut it off.
     pub(super) admitted: Option<Arc<Entry>>,
+    /// Where the pod's bytes in plain are counted; `None` of what is not in plain over the wire.
+    pub(crate) plain: Option<Arc<Plaintext>>,
     open: Option<Open>,
     end: End,
 }
@@ -199,6 +233,7 @@ impl Record {
             destination: Party::default(),
             service: None,
             admitted: None,
+            plain: None,
             open: None,
             end: End::Open,
         }
@@ -224,6 +259,10 @@ impl Record {
         let count = |total| Count {
             bytes: AtomicU64::new(0),
             total,
+            plain: self
+                .plain
+                .as_ref()
+                .map(|plain| plain.counter(self.direction).clone()),
         };
         self.open = Some(Open {
             labels,
@@ -253,6 +292,12 @@ impl Record {
     /// It is a tunnel now: its streams have records of their own.
     pub(crate) fn into_tunnel(mut self) {
         self.end = End::Tunnel;
+    }
+
+    /// It must not be.
+    pub(crate) fn refuse(self, reason: Reason, error: &dyn Error) {
+        self.metrics.refused(reason);
+        self.fail(error);
     }
 
     /// It did not come about.
@@ -286,7 +331,12 @@ impl Drop for Record {
             End::Failed(error) => Some(error),
             End::Open => {
                 let denied = self.admitted.as_ref().and_then(|entry| entry.denied());
-                Some(denied.map_or_else(|| "cut off by the proxy".to_owned(), |denied| chain(&denied)))
+                let refused = self.plain.as_ref().is_some_and(|plain| plain.is_refused());
+                Some(match denied {
+                    Some(denied) => chain(&denied),
+                    None if refused => plaintext::Refused.to_string(),
+                    None => "cut off by the proxy".to_owned(),
+                })
             }
         };
         let Some(open) = &self.open else {

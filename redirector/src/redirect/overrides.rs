@@ -47,6 +47,9 @@ pub struct Overrides {
     /// What arrives by these interfaces of the pod is outbound.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reroute_virtual_interfaces: Option<Interfaces>,
+    /// What is captured and would go in plain is refused.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub strict: Option<bool>,
 }
 
 /// Before the names of our own annotations.
@@ -83,6 +86,7 @@ impl Overrides {
             reroute_virtual_interfaces: self
                 .reroute_virtual_interfaces
                 .or(weaker.reroute_virtual_interfaces),
+            strict: self.strict.or(weaker.strict),
         }
     }
 
@@ -107,6 +111,7 @@ impl Overrides {
                 annotations,
                 "istio.io/reroute-virtual-interfaces".to_owned(),
             )?,
+            strict: own_switch(annotations, "strict")?,
         })
     }
 
@@ -128,6 +133,7 @@ impl Overrides {
             bypass_inbound: self.bypass_inbound_capture.unwrap_or_default(),
             dns_capture: self.dns_capture.unwrap_or_default(),
             reroute_interfaces: self.reroute_virtual_interfaces.unwrap_or_default(),
+            strict: self.strict.unwrap_or_default(),
         }
     }
 }
@@ -147,17 +153,38 @@ fn parsed<T: FromStr<Err = InvalidList>>(
     parsed.map_err(|source| InvalidAnnotation { name, source })
 }
 
-/// A switch, in the words that Go's strconv.ParseBool takes.
-fn switch(annotations: &BTreeMap<String, String>, name: &str) -> Option<bool> {
-    let text = annotations.get(name)?;
-    match text.as_str() {
+/// A switch of ours. A word that is none must not leave the pod less strict than it was meant to be.
+fn own_switch(annotations: &BTreeMap<String, String>, name: &str) -> Result<Option<bool>, InvalidAnnotation> {
+    let name = format!("{PREFIX}{name}");
+    let Some(text) = annotations.get(&name) else {
+        return Ok(None);
+    };
+    match truth(text) {
+        Some(value) => Ok(Some(value)),
+        None => Err(InvalidAnnotation {
+            name,
+            source: InvalidList::Switch(text.clone()),
+        }),
+    }
+}
+
+/// The words that Go's strconv.ParseBool takes.
+fn truth(text: &str) -> Option<bool> {
+    match text {
         "1" | "t" | "T" | "TRUE" | "true" | "True" => Some(true),
         "0" | "f" | "F" | "FALSE" | "false" | "False" => Some(false),
-        _ => {
-            tracing::warn!(annotation = name, value = text, "neither true nor false: ignored");
-            None
-        }
+        _ => None,
     }
+}
+
+/// A switch of Istio's.
+fn switch(annotations: &BTreeMap<String, String>, name: &str) -> Option<bool> {
+    let text = annotations.get(name)?;
+    let value = truth(text);
+    if value.is_none() {
+        tracing::warn!(annotation = name, value = text, "neither true nor false: ignored");
+    }
+    value
 }
 
 /// Lists are read as text, as a number, or as a sequence of these; they are written as text.
@@ -238,13 +265,14 @@ mod tests {
             ("ambient.istio.io/bypass-inbound-capture", "T"),
             ("ambient.istio.io/dns-capture", "true"),
             ("istio.io/reroute-virtual-interfaces", "k6t-eth0,docker0"),
+            ("redirector.io/strict", "true"),
             ("other.example/exclude-outbound-ports", "x"),
         ]));
         let rules = said.unwrap().into_rules();
         assert_eq!(rules.outbound.not_ports.to_string(), "3306,5000-5010");
         assert_eq!(rules.inbound.only_networks, Some(Networks::default()));
         assert_eq!(rules.inbound.only_ports, None);
-        assert!(rules.bypass_inbound && rules.dns_capture);
+        assert!(rules.bypass_inbound && rules.dns_capture && rules.strict);
         assert_eq!(rules.reroute_interfaces.0, ["k6t-eth0", "docker0"]);
     }
 
@@ -256,6 +284,10 @@ mod tests {
             error.to_string(),
             "annotation redirector.io/exclude-inbound-networks"
         );
+        let error =
+            Overrides::from_annotations(&annotations(&[("redirector.io/strict", "yes")])).unwrap_err();
+        let source = std::error::Error::source(&error).unwrap().to_string();
+        assert_eq!(source, "\"yes\" is neither true nor false");
         let bad = annotations(&[("ambient.istio.io/bypass-inbound-capture", "yes")]);
         assert_eq!(Overrides::from_annotations(&bad).unwrap(), Overrides::default());
     }

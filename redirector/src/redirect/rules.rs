@@ -21,6 +21,8 @@ pub struct Rules {
     /// Names of interfaces of the pod behind which others are, e.g. a virtual machine: what arrives there on its way to elsewhere is
     /// outbound.
     pub reroute_interfaces: Interfaces,
+    /// Nothing that is captured goes in plain: the proxy refuses it. The backends have no part in it.
+    pub strict: bool,
 }
 
 impl Rules {
@@ -75,7 +77,7 @@ pub struct Networks(pub Vec<IpNet>);
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 pub struct Interfaces(pub Vec<String>);
 
-/// Why a text is no list.
+/// Why a text is no list, or no switch.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum InvalidList {
     /// Not a port.
@@ -87,6 +89,9 @@ pub enum InvalidList {
     /// Not an interface's name.
     #[error("{0:?} can't be the name of an interface: 1 to 15 bytes without blanks, slashes and colons")]
     Interface(String),
+    /// Not a switch.
+    #[error("{0:?} is neither true nor false")]
+    Switch(String),
 }
 
 impl FromStr for Ports {

@@ -73,7 +73,8 @@ impl<P> Entry<P> {
         self.fault.clone().or_else(untaken)
     }
 
-    pub(super) fn status(&self, uid: &PodUid) -> Option<PodStatus> {
+    /// What is told of it. `strict` tells what its rules say.
+    pub(super) fn status(&self, uid: &PodUid, strict: impl Fn(&PodAdd) -> bool) -> Option<PodStatus> {
         let job = self.job.as_ref().map(|job| &job.request);
         let queued = self.queue.iter().map(|(request, _)| request);
         let requested = job.into_iter().chain(queued).find_map(|request| match request {
@@ -105,6 +106,7 @@ impl<P> Entry<P> {
             netns_path: netns_path.clone(),
             addresses: addresses.clone(),
             state,
+            strict: strict(add),
             error,
         })
     }

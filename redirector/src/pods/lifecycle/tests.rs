@@ -39,6 +39,7 @@ struct World {
     refused: Mutex<Option<&'static str>>,
     /// The ports that are left alone in each pod.
     excluded: Mutex<BTreeMap<PodUid, String>>,
+    strict: Mutex<BTreeMap<PodUid, bool>>,
     /// Pods that are being attached to, and the most that there were at one time.
     attaching: Mutex<(usize, usize)>,
 }
@@ -167,6 +168,7 @@ impl Launch for Surroundings {
     fn start(&self, pod: NewPod) -> Result<Proxy, Error> {
         let uid = pod.info.uid;
         self.0.step("start", &uid).map_err(Error::Attach)?;
+        self.0.strict.lock().unwrap().insert(uid.clone(), pod.strict);
         let gate = self
             .0
             .gate
@@ -189,6 +191,10 @@ impl Launch for Surroundings {
             inbound: socket,
             hbone: socket,
         }
+    }
+
+    fn set_strict(&self, proxy: &Proxy, strict: bool) {
+        self.0.strict.lock().unwrap().insert(proxy.uid.clone(), strict);
     }
 
     async fn stop(&self, proxy: Proxy, grace: Duration) {
@@ -229,6 +235,7 @@ impl Agent {
             release_grace: Duration::ZERO,
             shutdown_grace: Duration::from_secs(5),
             check_interval,
+            strict: false,
             rules: followed,
             release_on_exit,
         };

@@ -92,6 +92,44 @@ async fn a_pod_that_cannot_have_new_rules_is_kept_whole_with_those_it_has() {
         .unwrap();
 }
 
+#[tokio::test]
+async fn how_strict_a_pod_is_changes_live_whatever_the_backend_says_of_its_other_rules() {
+    let mut agent = Agent::begin(false, Duration::from_millis(10));
+    let world = Arc::clone(&agent.world);
+    let rules = |text: &str| {
+        Arc::new(serde_yaml::from_str(&format!("pods: [{{namespace: shop, rules: {text}}}]")).unwrap())
+    };
+    agent.rules.send_replace(rules("{strict: true}"));
+    agent.snapshot_sent().await.unwrap();
+    agent.add(pod("a", 2)).await.unwrap();
+    *world.refused.lock().unwrap() = Some("2");
+    let uid = "a".parse().unwrap();
+    // From the start, and then with a change that comes into force and with one that does not.
+    for (text, expected) in [
+        ("{strict: true}", true),
+        ("{strict: false, excludeOutboundPorts: 1}", false),
+        ("{strict: true, excludeOutboundPorts: 2}", true),
+        ("{}", false),
+    ] {
+        agent.rules.send_replace(rules(text));
+        let told = agent
+            .status
+            .wait_for(|status| status.pods.first().is_some_and(|pod| pod.strict == expected));
+        tokio::time::timeout(Duration::from_secs(10), told)
+            .await
+            .unwrap()
+            .unwrap();
+        let set = async {
+            while world.strict.lock().unwrap().get(&uid) != Some(&expected) {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(10), set)
+            .await
+            .unwrap_or_else(|_| panic!("{text} is not in force"));
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn looks_at_many_pods_run_a_few_at_a_time_and_change_nothing() {
     const PODS: u64 = 50;
