@@ -4,7 +4,7 @@
 use std::{io, net::SocketAddr, os::fd::AsFd, sync::Arc, time::Duration};
 
 use http::StatusCode;
-use tokio::{net::TcpStream, time::timeout};
+use tokio::{net::TcpStream, sync::Semaphore, time::timeout};
 use tokio_rustls::{TlsAcceptor, server::TlsStream};
 
 use super::{
@@ -13,7 +13,7 @@ use super::{
     copy::Leg,
     dial,
     hbone::server::{self, Connect},
-    record::{Direction, Record, Security},
+    record::{Direction, Reason, Record, Security},
     relay,
 };
 use crate::{
@@ -49,6 +49,8 @@ enum Error {
     Denied(Denied),
     #[error("{max} connections are tunnelled to the pod already")]
     TooMany { max: usize },
+    #[error("{max} connections of this peer are tunnelled to the pod already")]
+    TooManyOfPeer { max: usize },
     #[error("the peer gave up before the application answered")]
     Abandoned,
     #[error(transparent)]
@@ -65,16 +67,34 @@ struct Tunnel {
     identity: SpiffeId,
     /// The pod's address that it came in on.
     local: SocketAddr,
+    /// How many more requests this peer may have open, over all its tunnels.
+    streams: Arc<Semaphore>,
 }
 
 /// Serves one accepted connection, a tunnel, to its end. Its streams are tasks of their own and may outlive it by the time
 /// they take to notice.
 pub(super) async fn connection(pod: Arc<Pod>, stream: TcpStream, peer: SocketAddr) {
+    let left = pod.peers.at(peer.ip());
+    let refuse = |reason| {
+        let metrics = &pod.shared.metrics;
+        pod.peers.refuse(&pod.info.uid, metrics, reason, &stream, peer);
+    };
+    let Ok(_tunnel) = left.tunnels.try_acquire() else {
+        return refuse(Reason::tunnels);
+    };
+    // The peer's own first: one that has too many takes none from the others.
+    let Ok(handshake) = left.handshakes.try_acquire() else {
+        return refuse(Reason::handshakes);
+    };
+    let Ok(of_all) = pod.peers.handshakes.try_acquire() else {
+        return refuse(Reason::handshakes);
+    };
     let record = Record::new(pod.shared.metrics.clone(), Direction::Inbound, peer);
     let (io, tunnel) = match accept(&pod, stream, peer).await {
         Ok(accepted) => accepted,
         Err(error) => return record.fail(&error),
     };
+    drop((handshake, of_all));
     record.into_tunnel();
     let tunnel = Arc::new(tunnel);
     let config = &pod.shared.config;
@@ -108,9 +128,11 @@ async fn accept(
         .map_err(Error::Tls)?;
     let chain = io.get_ref().1.peer_certificates();
     let identity = chain.and_then(tls::peer_identity).ok_or(Error::NoPeerIdentity)?;
+    let streams = pod.peers.streams_of(&identity);
     Ok((
         io,
         Tunnel {
+            streams,
             peer,
             identity,
             local,
@@ -133,10 +155,15 @@ async fn request(pod: Arc<Pod>, tunnel: Arc<Tunnel>, mut connect: Connect) {
     record.destination.identity = Some(pod.identity.id().clone());
     record.open(Security::mutual_tls);
 
+    let Ok(_of_peer) = tunnel.streams.try_acquire() else {
+        let max = pod.shared.config.peers.max_streams_per_identity;
+        connect.refuse(StatusCode::SERVICE_UNAVAILABLE);
+        return record.refuse(Reason::streams, &Error::TooManyOfPeer { max });
+    };
     let max = pod.shared.config.max_connections;
     let Ok(_permit) = pod.tunnelled.clone().try_acquire_owned() else {
         connect.refuse(StatusCode::SERVICE_UNAVAILABLE);
-        return record.fail(&Error::TooMany { max });
+        return record.refuse(Reason::streams, &Error::TooMany { max });
     };
     let (application, admitted) = match application(&pod, &tunnel, &mut connect).await {
         Ok((application, admitted)) => (Leg::new(application), admitted),
@@ -177,6 +204,7 @@ async fn application(
     };
     let admitted = pod.connections.admit(flow).map_err(Error::Denied)?;
     let dialled = tokio::select! {
+        // Both asked first: whoever sends requests and takes them back at once makes no connections.
         biased;
         denied = admitted.revoked() => Err(Error::Denied(denied)),
         _ = connect.abandoned() => Err(Error::Abandoned),

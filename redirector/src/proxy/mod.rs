@@ -8,6 +8,7 @@
 //! - `passthrough`: 15006, plain connections from outside
 //! - `connections`: the inbound connections, under the pod's policies
 //! - `hbone`, `dial`, `copy`: tunnels, connections, and the bytes between them
+//! - `peers`: what one peer may have of a pod's proxy
 //! - `plaintext`: what must not be in plain, and what is
 //! - `record`: counters and the access log
 
@@ -34,6 +35,7 @@ use self::{
     connections::Connections,
     dial::DialPorts,
     hbone::{pool::Pool, window::WindowBudget},
+    peers::Peers,
     plaintext::Plaintext,
 };
 use crate::{
@@ -54,6 +56,7 @@ mod hbone;
 mod inbound;
 mod outbound;
 mod passthrough;
+mod peers;
 mod plaintext;
 mod record;
 mod relay;
@@ -63,6 +66,7 @@ mod tests;
 
 pub use self::{
     hbone::{Http2Config, pool::PoolConfig},
+    peers::PeerConfig,
     record::Metrics,
 };
 
@@ -86,6 +90,8 @@ pub struct Config {
     /// source ports that one client has towards one server: no pod that works comes near it, and one that loops leaves the
     /// node's other pods alive.
     pub max_connections: usize,
+    /// What one peer may have of them.
+    pub peers: PeerConfig,
     /// When a silent peer is taken for gone.
     pub keepalive: Keepalive,
     /// HTTP/2.
@@ -104,6 +110,7 @@ impl Default for Config {
             tail_deadline: Duration::from_secs(30),
             mesh_deadline: Duration::from_secs(5),
             max_connections: 16_384,
+            peers: PeerConfig::default(),
             keepalive: Keepalive::default(),
             http2: Http2Config::default(),
             pool: PoolConfig::default(),
@@ -176,6 +183,8 @@ struct Pod {
     connections: Arc<Connections>,
     /// Bounds the connections that are tunnelled to the application.
     tunnelled: Arc<tokio::sync::Semaphore>,
+    /// Bounds what each peer has of the pod.
+    peers: Peers,
     /// Whether it may speak in plain.
     plaintext: Arc<Plaintext>,
     /// Accept loops and connections.
@@ -224,6 +233,7 @@ impl PodProxy {
         let pod = Arc::new(Pod {
             pool,
             connections,
+            peers: Peers::new(shared.config.peers),
             plaintext: Arc::new(Plaintext::new(shared.metrics.clone(), &info, strict)),
             info,
             identity,

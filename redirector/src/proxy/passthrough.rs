@@ -26,6 +26,13 @@ enum Refused {
 
 /// Serves one accepted connection to its end.
 pub(super) async fn connection(pod: Arc<Pod>, client: TcpStream, peer: SocketAddr) {
+    let left = pod.peers.at(peer.ip());
+    let Ok(_connection) = left.plain.try_acquire() else {
+        let metrics = &pod.shared.metrics;
+        return pod
+            .peers
+            .refuse(&pod.info.uid, metrics, Reason::plain_connections, &client, peer);
+    };
     let client = Leg::new(client);
     let mut record = Record::new(pod.shared.metrics.clone(), Direction::Inbound, peer);
     let destination = match pod.shared.redirector.original_dst(client.as_fd()) {

@@ -79,6 +79,14 @@ pub struct Metrics {
 pub(crate) enum Reason {
     /// The pod is strict.
     plaintext,
+    /// The peer, or all together, are in the middle of too many handshakes.
+    handshakes,
+    /// The peer has too many connections, to 15008.
+    tunnels,
+    /// The peer has too many connections, to 15006.
+    plain_connections,
+    /// The peer, or all together, have too many requests open.
+    streams,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
