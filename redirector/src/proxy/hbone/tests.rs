@@ -24,6 +24,7 @@ use super::{
 use crate::proxy::copy::{Refused, Sink, Source};
 
 mod faults;
+mod hostile;
 mod sharing;
 
 const TUNNEL: &str = "10.1.2.3:15008";
