@@ -246,7 +246,7 @@ impl Trial {
                     return;
                 }
             }
-            let _ = stream.sink.finish().await;
+            let _ = stream.sink.finish();
         };
         let both = async { tokio::join!(send, hear(&mut stream.source, |_| {})) };
         let ((), heard) = timeout(Duration::from_secs(120), both)
@@ -293,7 +293,7 @@ async fn echo_heard(connect: Connect, log: Arc<Mutex<Vec<Heard>>>) {
                 return;
             }
         }
-        let _ = sink.finish().await;
+        let _ = sink.finish();
     };
     let listen = async {
         // The channel closes at the end of what is heard.

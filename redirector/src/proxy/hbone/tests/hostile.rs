@@ -197,7 +197,7 @@ async fn application(connect: Connect, stalled: bool) {
             return;
         }
     }
-    let _ = stream.sink.finish().await;
+    let _ = stream.sink.finish();
 }
 
 fn reason(payload: &[u8], at: usize) -> u32 {
