@@ -3,12 +3,17 @@
 //! Sources in `discovery` make a snapshot; [`super::route`] asks it. What the answers mean for a connection is routing's
 //! matter.
 
-use std::{collections::HashMap, net::IpAddr, sync::Arc};
+use std::{
+    cmp::Reverse,
+    collections::{BTreeSet, HashMap},
+    net::IpAddr,
+    sync::Arc,
+};
 
 use super::{
     pod::PodInfo,
     policy::{Policy, PolicyName, PolicySet, Scope},
-    service::Service,
+    service::{CidrVip, Service},
     workload::{NamespacedHostname, NetworkAddress, Protocol, Workload, canonical},
 };
 
@@ -20,7 +25,11 @@ pub struct Mesh {
     by_pod: HashMap<PodName, Vec<Arc<Workload>>>,
     by_address: HashMap<NetworkAddress, Arc<Workload>>,
     by_vip: HashMap<NetworkAddress, Vec<Arc<Service>>>,
+    by_cidr_vip: HashMap<CidrVip, Vec<Arc<Service>>>,
+    /// The lengths of the prefixes in `by_cidr_vip`, longest first.
+    prefix_lens: BTreeSet<Reverse<u8>>,
     by_hostname: HashMap<Arc<str>, Vec<Arc<Service>>>,
+    workload_by_hostname: HashMap<NamespacedHostname, Arc<Workload>>,
     endpoints: HashMap<NamespacedHostname, Vec<Arc<Workload>>>,
     policies: Policies,
 }
@@ -124,14 +133,48 @@ impl Mesh {
         self.by_address.get(&key(network, address))
     }
 
-    /// The service with a virtual address, as a client in `namespace` sees it.
+    /// The service with a virtual address, as a client in `namespace` sees it; else the one with a range that holds the
+    /// address: the client's namespace comes before the longer prefix.
     pub fn service_at(&self, network: &str, address: IpAddr, namespace: &str) -> Option<&Arc<Service>> {
-        preferred(self.by_vip.get(&key(network, address))?, namespace)
+        let exact = self.by_vip.get(&key(network, address));
+        exact
+            .and_then(|services| preferred(services, namespace))
+            .or_else(|| self.service_around(network, address, namespace))
+    }
+
+    /// All services with this virtual address or a range that holds it, whoever may see them.
+    pub fn services_at(&self, network: &str, address: IpAddr) -> impl Iterator<Item = &Arc<Service>> {
+        let exact = self.by_vip.get(&key(network, address));
+        let ranges = self.prefix_lens.iter().filter_map(move |Reverse(prefix_len)| {
+            self.by_cidr_vip
+                .get(&CidrVip::of(network.into(), address, *prefix_len)?)
+        });
+        exact.into_iter().chain(ranges).flatten()
+    }
+
+    fn service_around(&self, network: &str, address: IpAddr, namespace: &str) -> Option<&Arc<Service>> {
+        let holders = self.prefix_lens.iter().filter_map(|Reverse(prefix_len)| {
+            let range = CidrVip::of(network.into(), address, *prefix_len)?;
+            preferred(self.by_cidr_vip.get(&range)?, namespace)
+        });
+        // The first of several minima is taken: the longest.
+        holders.min_by_key(|service| *service.host.namespace != *namespace)
     }
 
     /// The service of a fully qualified host name, as a client in `namespace` sees it.
     pub fn service_named(&self, hostname: &str, namespace: &str) -> Option<&Arc<Service>> {
         preferred(self.by_hostname.get(hostname)?, namespace)
+    }
+
+    /// The service of exactly this name.
+    pub fn service(&self, host: &NamespacedHostname) -> Option<&Arc<Service>> {
+        let mut named = self.by_hostname.get(&host.hostname)?.iter();
+        named.find(|service| service.host.namespace == host.namespace)
+    }
+
+    /// The workload that has this host name itself.
+    pub fn workload_named(&self, host: &NamespacedHostname) -> Option<&Arc<Workload>> {
+        self.workload_by_hostname.get(host)
     }
 
     /// The workloads that are endpoints of a service, healthy or not.
@@ -169,6 +212,15 @@ impl Mesh {
                 .or_default()
                 .push(Arc::clone(&workload));
         }
+        if !workload.hostname.is_empty() {
+            let host = NamespacedHostname {
+                namespace: Arc::clone(&workload.namespace),
+                hostname: Arc::clone(&workload.hostname),
+            };
+            self.workload_by_hostname
+                .entry(host)
+                .or_insert_with(|| Arc::clone(&workload));
+        }
         let name = (Arc::clone(&workload.namespace), Arc::clone(&workload.name));
         self.by_pod.entry(name).or_default().push(workload);
     }
@@ -178,6 +230,13 @@ impl Mesh {
         for vip in &service.vips {
             self.by_vip
                 .entry(key(&vip.network, vip.address))
+                .or_default()
+                .push(Arc::clone(&service));
+        }
+        for vip in &service.cidr_vips {
+            self.prefix_lens.insert(Reverse(vip.prefix_len));
+            self.by_cidr_vip
+                .entry(vip.clone())
                 .or_default()
                 .push(Arc::clone(&service));
         }
@@ -397,6 +456,78 @@ mod tests {
         assert_eq!((mesh.policies(), mesh.has_selected_policies()), (1, false));
         assert_eq!(mesh.policies_for("bank", &[]), PolicySet::default());
         assert_ne!(mesh.policies_for("shop", &[]), PolicySet::default());
+    }
+
+    #[test]
+    fn ranges_are_found_after_addresses_by_namespace_and_then_by_length() {
+        let make = |namespace: &str, ranges: &[(&str, u8)]| {
+            let mut made = service("cart", "10.96.0.1");
+            made.host.namespace = namespace.into();
+            made.vips.clear();
+            made.cidr_vips = ranges
+                .iter()
+                .map(|(address, len)| CidrVip::of("".into(), ip(address), *len).unwrap())
+                .collect();
+            made
+        };
+        let mut exact = make("exact", &[]);
+        exact.vips = service("cart", "10.96.0.1").vips;
+        let mut hidden = make("hidden", &[("10.98.0.0", 32)]);
+        hidden.namespace_only = true;
+        let mesh = Mesh::new(
+            vec![],
+            vec![
+                make("all", &[("0.0.0.0", 0)]),
+                make("wide", &[("10.96.0.0", 12), ("fd00::", 8)]),
+                make("narrow", &[("10.96.255.255", 16), ("fd00:1::", 32)]),
+                exact,
+                hidden,
+            ],
+        );
+        for (address, client, expected) in [
+            ("10.96.0.1", "x", Some("exact")),
+            ("10.96.0.1", "wide", Some("exact")),
+            ("10.96.0.2", "x", Some("narrow")),
+            ("::ffff:10.96.0.2", "x", Some("narrow")),
+            ("10.96.0.2", "wide", Some("wide")),
+            ("10.96.0.2", "all", Some("all")),
+            ("10.97.0.2", "x", Some("wide")),
+            ("10.98.0.0", "hidden", Some("hidden")),
+            ("10.98.0.0", "x", Some("wide")),
+            ("192.0.2.1", "x", Some("all")),
+            ("fd00:1::2", "x", Some("narrow")),
+            ("fd01::2", "x", Some("wide")),
+            ("fd00::2", "x", Some("wide")),
+            ("2001:db8::1", "x", None),
+        ] {
+            let found = mesh.service_at("", ip(address), client);
+            assert_eq!(
+                found.map(|service| &*service.host.namespace),
+                expected,
+                "{address} {client}"
+            );
+        }
+        assert_eq!(mesh.service_at("far", ip("10.96.0.2"), "x"), None);
+        assert_eq!(CidrVip::of("".into(), ip("10.0.0.0"), 33), None);
+        assert_eq!(CidrVip::of("".into(), ip("fd00::"), 129), None);
+    }
+
+    #[test]
+    fn exact_names_are_looked_up_in_their_namespace() {
+        let mut named = workload("db", "10.0.0.1");
+        named.hostname = "db.example.org".into();
+        let mesh = Mesh::new(vec![named], vec![service("cart", "10.96.0.1")]);
+        let host = |namespace: &str, hostname: &str| NamespacedHostname {
+            namespace: namespace.into(),
+            hostname: hostname.into(),
+        };
+        for (namespace, service, workload) in [("shop", true, true), ("other", false, false)] {
+            let cart = host(namespace, "cart.shop.svc.cluster.local");
+            assert_eq!(mesh.service(&cart).is_some(), service);
+            let db = host(namespace, "db.example.org");
+            assert_eq!(mesh.workload_named(&db).is_some(), workload);
+        }
+        assert_eq!(mesh.workload_named(&host("shop", "")), None);
     }
 
     #[test]

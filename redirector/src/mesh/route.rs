@@ -1,23 +1,37 @@
 //! Where a connection goes: pure decisions over a [`Mesh`] snapshot.
 //!
-//! `proxy` asks [`outbound`] for each connection that a pod opens, [`inbound`] for each CONNECT request that a pod is sent,
+//! `proxy` asks [`outbound`] for each connection that a pod opens, [`inbound()`] for each CONNECT request that a pod is sent,
 //! and [`passthrough_allowed`] for plaintext. What cannot be served as the mesh says is refused: never sent another way.
+//!
+//! - `gateway`: which workload a waypoint or a network gateway is
+//! - `inbound`: what a CONNECT request asks for
+//! - `refused`: why an outbound connection goes nowhere
 
 use std::{
-    fmt::Display,
+    fmt,
     net::{IpAddr, SocketAddr},
     sync::Arc,
 };
 
 use redirector_common::consts::{PORT_HBONE, PORT_INBOUND, PORT_OUTBOUND, PROXY_PORTS};
 
+use self::gateway::{Chosen, Found};
 use super::{
-    balance,
+    balance::{self, Endpoint, Purpose},
     index::Mesh,
     pod::PodInfo,
     service::{LoadBalancerMode, Service},
-    spiffe::{InvalidSpiffeId, SpiffeId},
+    spiffe::SpiffeId,
     workload::{GatewayAddress, Protocol, Workload, canonical},
+};
+
+mod gateway;
+mod inbound;
+mod refused;
+
+pub use self::{
+    inbound::{Refusal, Upstream, inbound},
+    refused::NoRoute,
 };
 
 /// The local pod that a decision is for.
@@ -41,16 +55,39 @@ pub enum Route {
 /// An HBONE tunnel, and what to ask of its far end.
 #[derive(Debug, Clone)]
 pub struct HboneRoute {
-    /// The tunnel's far end, `podIP:15008`.
+    /// The tunnel's far end: `podIP:15008`, or a waypoint's or network gateway's address and port.
     pub tunnel: SocketAddr,
-    /// The CONNECT request's `:authority`, `podIP:targetPort`.
-    pub authority: SocketAddr,
+    /// The workload there.
+    pub far_end: Arc<Workload>,
     /// The identities of which the far end must show one; never empty.
     pub expected: Arc<[SpiffeId]>,
-    /// The workload chosen.
+    /// The CONNECT request's `:authority`.
+    pub authority: Target,
+    /// A second tunnel within this one, to the other network behind the gateway at the far end: the identities of which its own
+    /// far end must show one; never empty. Its `:authority` is the same.
+    pub inner: Option<Arc<[SpiffeId]>>,
+    /// The workload chosen: the pod, or the waypoint that will choose it.
     pub workload: Arc<Workload>,
-    /// The service it was chosen through.
+    /// The service that was called.
     pub service: Option<Arc<Service>>,
+}
+
+/// What is asked of a tunnel's far end.
+#[derive(Debug, Clone)]
+pub enum Target {
+    /// An address: the chosen pod's with its target port; or of a waypoint what the client itself called.
+    Address(SocketAddr),
+    /// A service by name, with the service port: of another network, whose addresses mean nothing here.
+    Service(Arc<Service>, u16),
+}
+
+impl fmt::Display for Target {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Address(address) => address.fmt(f),
+            Self::Service(service, port) => write!(f, "{}:{port}", service.host.hostname),
+        }
+    }
 }
 
 /// A plain connection.
@@ -64,154 +101,23 @@ pub struct PlainRoute {
     pub service: Option<Arc<Service>>,
 }
 
-/// Why an outbound connection goes nowhere. It is then closed, and never sent in plain.
-#[derive(Debug, thiserror::Error, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum NoRoute {
-    /// A call to one of the proxy's own ports, on loopback or on the pod's own address: it would come back here.
-    #[error("{0} is a port of the proxy itself")]
-    ProxyPort(SocketAddr),
-    /// The mesh does not know the local pod, so perhaps not the destination either.
-    #[error(
-        "the mesh has no workload for the local pod {namespace}/{name} with service account {service_account} on \
-         network {network:?}"
-    )]
-    UnknownSource {
-        /// Kubernetes namespace.
-        namespace: String,
-        /// Pod name.
-        name: String,
-        /// Service account.
-        service_account: String,
-        /// The node's network.
-        network: String,
-    },
-    /// The destination must be reached through a waypoint.
-    #[error("{destination} must be reached through waypoint {waypoint}, and waypoints are not supported yet")]
-    Waypoint {
-        /// Workload or service.
-        destination: String,
-        /// Its waypoint.
-        waypoint: String,
-    },
-    /// All endpoints are on other networks.
-    #[error(
-        "{service} has endpoints on network {network:?} only, and network gateways are not supported yet"
-    )]
-    OtherNetwork {
-        /// The service.
-        service: String,
-        /// One of the networks.
-        network: String,
-    },
-    /// The service does not have the port.
-    #[error("{service} has no port {port}")]
-    UnknownPort {
-        /// The service.
-        service: String,
-        /// The port.
-        port: u16,
-    },
-    /// Nothing is behind the service.
-    #[error("{service} has no healthy endpoint for port {port}")]
-    NoEndpoint {
-        /// The service.
-        service: String,
-        /// The service port.
-        port: u16,
-    },
-    /// Nobody could prove to be the workload.
-    #[error("workload {workload} takes HBONE, but has no identity")]
-    NoIdentity {
-        /// The workload's UID.
-        workload: String,
-        /// What its identity lacks.
-        #[source]
-        source: InvalidSpiffeId,
-    },
+/// Who calls.
+struct Caller<'a> {
+    mesh: &'a Mesh,
+    source: &'a Workload,
+    /// The address that it calls from.
+    client: IpAddr,
 }
 
-impl NoRoute {
-    /// Whether a newer snapshot of the mesh is likely to have the answer: the local pod has only just been enrolled, and
-    /// is not in it yet. Worth waiting for, for a bounded time.
-    pub fn is_transient(&self) -> bool {
-        matches!(self, Self::UnknownSource { .. })
-    }
-}
-
-/// Why an inbound CONNECT request is refused.
-#[derive(Debug, thiserror::Error, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Refusal {
-    /// `:authority` is not `address:port` or `hostname:port`.
-    #[error("authority {0:?} is not host:port")]
-    BadAuthority(String),
-    /// `:authority` names another address than the one that was connected to.
-    #[error("authority names {authority}, but the connection came to {received_on}")]
-    OtherAddress {
-        /// The address in `:authority`.
-        authority: IpAddr,
-        /// The address that was connected to.
-        received_on: IpAddr,
-    },
-    /// The mesh does not know the local pod.
-    #[error(
-        "the mesh has no workload for the local pod {namespace}/{name} with service account {service_account} on \
-         network {network:?}"
-    )]
-    UnknownWorkload {
-        /// Kubernetes namespace.
-        namespace: String,
-        /// Pod name.
-        name: String,
-        /// Service account.
-        service_account: String,
-        /// The node's network.
-        network: String,
-    },
-    /// The local pod takes its traffic through an application tunnel.
-    #[error("workload {0} has an application tunnel, and these are not supported yet")]
-    ApplicationTunnel(String),
-    /// No service has the host name in `:authority`.
-    #[error("no service is named {0:?}")]
-    UnknownHostname(String),
-    /// The service that `:authority` names has no such port at this pod.
-    #[error("{service} has no port {port} at this pod")]
-    NoPort {
-        /// The service.
-        service: String,
-        /// The service port.
-        port: u16,
-    },
-    /// The application port is one of the proxy's own.
-    #[error("port {0} is a port of the proxy itself")]
-    ProxyPort(u16),
-}
-
-impl Refusal {
-    /// The HTTP status that Istio's peers expect.
-    pub fn status(&self) -> u16 {
-        match self {
-            Self::BadAuthority(_) | Self::OtherAddress { .. } => 400,
-            Self::UnknownWorkload { .. }
-            | Self::ApplicationTunnel(_)
-            | Self::UnknownHostname(_)
-            | Self::NoPort { .. }
-            | Self::ProxyPort(_) => 503,
-        }
-    }
-
-    /// Whether a newer snapshot of the mesh is likely to have the answer, as for [`NoRoute::is_transient`].
-    pub fn is_transient(&self) -> bool {
-        matches!(self, Self::UnknownWorkload { .. })
-    }
-}
-
-/// Where a connection of `local` to `destination` goes. `choose` picks one of `n` weighted candidates: given the sum of
-/// the weights, it returns a number below it (random in production, fixed in tests).
+/// Where a connection of `local`, made from its address `client`, to `destination` goes. `choose` picks one of `n` weighted
+/// candidates: given the sum of the weights, it returns a number below it (random in production, fixed in tests).
+///
+/// A virtual address comes before a workload's own. Where both are the same, that differs from Istio's proxy in one point: the
+/// service's waypoint holds for it there too, so that nobody gets past its policy by giving a workload that address.
 pub fn outbound(
     mesh: &Mesh,
     local: Local<'_>,
+    client: IpAddr,
     destination: SocketAddr,
     choose: &mut dyn FnMut(u64) -> u64,
 ) -> Result<Route, NoRoute> {
@@ -228,27 +134,55 @@ pub fn outbound(
             service_account: local.info.service_account.clone(),
             network: local.network.to_owned(),
         })?;
-    let (workload, target, service) =
-        if let Some(service) = mesh.service_at(local.network, destination.ip(), &local.info.namespace) {
-            through_waypoint(&service.host, service.waypoint.as_ref())?;
-            if service.load_balancer.mode == LoadBalancerMode::Passthrough {
-                (None, destination, Some(service))
-            } else {
-                let endpoint = balance::endpoint(mesh, source, service, destination, choose)?;
-                (Some(endpoint.workload), endpoint.target, Some(service))
+    let caller = Caller { mesh, source, client };
+    let workload_at = || mesh.workload_at(local.network, destination.ip());
+    if let Some(service) = mesh.service_at(local.network, destination.ip(), &local.info.namespace) {
+        if let Some(waypoint) = drawn_waypoint(service, choose)? {
+            // Behind the waypoint the address is the workload's.
+            let is_behind = workload_at().is_some() && gateway::is_caller(&caller, waypoint);
+            if !is_behind {
+                return through_waypoint(&caller, waypoint, destination, Found::Service(service), choose);
             }
-        } else if let Some(workload) = mesh.workload_at(local.network, destination.ip()) {
-            through_waypoint(&workload.uid, workload.waypoint.as_ref())?;
-            (Some(workload), destination, None)
-        } else {
-            (None, destination, None)
-        };
+        }
+        if service.load_balancer.mode == LoadBalancerMode::Passthrough {
+            return direct(source, None, destination, Some(service));
+        }
+        let purpose = Purpose::Destination;
+        let endpoint = balance::endpoint(mesh, source, service, destination, purpose, choose)?;
+        match endpoint.address {
+            Some(address) if endpoint.workload.network == source.network => {
+                let target = SocketAddr::new(address, endpoint.port);
+                direct(source, Some(endpoint.workload), target, Some(service))
+            }
+            _ => {
+                let chosen = Chosen {
+                    endpoint,
+                    service: Some(service),
+                };
+                through_network_gateway(&caller, &chosen, destination, service, choose)
+            }
+        }
+    } else if let Some(workload) = workload_at() {
+        match &workload.waypoint {
+            Some(waypoint) if !gateway::is_caller(&caller, waypoint) => {
+                through_waypoint(&caller, waypoint, destination, Found::Workload(workload), choose)
+            }
+            _ => direct(source, Some(workload), destination, None),
+        }
+    } else {
+        direct(source, None, destination, None)
+    }
+}
+
+/// To `target` itself.
+fn direct(
+    source: &Workload,
+    workload: Option<&Arc<Workload>>,
+    target: SocketAddr,
+    service: Option<&Arc<Service>>,
+) -> Result<Route, NoRoute> {
     // The pod's own 15001 and 15006 would bring a plain connection here again, and again.
-    let own = source
-        .addresses
-        .iter()
-        .any(|address| canonical(*address) == target.ip());
-    if own && matches!(target.port(), PORT_OUTBOUND | PORT_INBOUND) {
+    if matches!(target.port(), PORT_OUTBOUND | PORT_INBOUND) && source.has_address(target.ip()) {
         return Err(NoRoute::ProxyPort(target));
     }
     match workload {
@@ -257,8 +191,10 @@ pub fn outbound(
         Some(workload) if workload.protocol == Protocol::Hbone && target.port() != PORT_HBONE => {
             Ok(Route::Hbone(HboneRoute {
                 tunnel: SocketAddr::new(target.ip(), PORT_HBONE),
-                authority: target,
-                expected: expected(workload, service.map(|service| &**service))?,
+                far_end: Arc::clone(workload),
+                expected: expected(workload, service)?,
+                authority: Target::Address(target),
+                inner: None,
                 workload: Arc::clone(workload),
                 service: service.cloned(),
             }))
@@ -271,19 +207,124 @@ pub fn outbound(
     }
 }
 
-/// A waypoint holds policy: what is behind one is not reached around it.
-fn through_waypoint(destination: &dyn Display, waypoint: Option<&GatewayAddress>) -> Result<(), NoRoute> {
-    match waypoint {
-        Some(waypoint) => Err(NoRoute::Waypoint {
-            destination: destination.to_string(),
-            waypoint: waypoint.to_string(),
-        }),
-        None => Ok(()),
+/// The waypoint that this connection to the service is to go through. `None` when it has none.
+fn drawn_waypoint<'a>(
+    service: &'a Service,
+    choose: &mut dyn FnMut(u64) -> u64,
+) -> Result<Option<&'a GatewayAddress>, NoRoute> {
+    let weights = service.weighted_waypoints.iter().map(|one| u64::from(one.weight));
+    match balance::weighted(weights, choose) {
+        Some(drawn) => Ok(Some(&service.weighted_waypoints[drawn].destination)),
+        None if service.waypoint.is_none() && !service.weighted_waypoints.is_empty() => {
+            Err(NoRoute::WeightlessWaypoints {
+                service: service.host.to_string(),
+            })
+        }
+        None => Ok(service.waypoint.as_ref()),
     }
 }
 
+/// To `destination`, a service or a workload, through its waypoint. A waypoint holds policy: what is behind one is not reached
+/// around it, even when it cannot be reached itself.
+fn through_waypoint(
+    caller: &Caller<'_>,
+    waypoint: &GatewayAddress,
+    destination: SocketAddr,
+    called: Found<'_>,
+    choose: &mut dyn FnMut(u64) -> u64,
+) -> Result<Route, NoRoute> {
+    let mut route = || {
+        let chosen = gateway::choose(caller, waypoint, Purpose::Waypoint, destination.ip(), choose)?;
+        let Endpoint {
+            workload,
+            address,
+            port,
+        } = chosen.endpoint;
+        match (address, called) {
+            (Some(address), called) if workload.network == caller.source.network => {
+                Ok(Route::Hbone(HboneRoute {
+                    tunnel: SocketAddr::new(address, port),
+                    far_end: Arc::clone(workload),
+                    expected: expected(workload, chosen.service)?,
+                    authority: Target::Address(destination),
+                    inner: None,
+                    workload: Arc::clone(workload),
+                    service: called.service().cloned(),
+                }))
+            }
+            (_, Found::Service(service)) => {
+                through_network_gateway(caller, &chosen, destination, service, choose)
+            }
+            (_, Found::Workload(behind)) => Err(NoRoute::NotByService {
+                destination: behind.uid.to_string(),
+                waypoint: workload.uid.to_string(),
+            }),
+        }
+    };
+    route().map_err(|source| NoRoute::Waypoint {
+        destination: called.to_string(),
+        waypoint: waypoint.to_string(),
+        source: Box::new(source),
+    })
+}
+
+/// To a chosen pod or waypoint of `service` on another network: by its gateway, and a second tunnel through that. Who is chosen
+/// behind the gateway is up to the other side, so only what stands for the service as a whole can be proven.
+fn through_network_gateway(
+    caller: &Caller<'_>,
+    chosen: &Chosen<'_>,
+    destination: SocketAddr,
+    service: &Arc<Service>,
+    choose: &mut dyn FnMut(u64) -> u64,
+) -> Result<Route, NoRoute> {
+    let workload = chosen.endpoint.workload;
+    let network = || workload.network.to_string();
+    let stands_for = chosen.service.unwrap_or(service);
+    let Some(gateway) = &workload.network_gateway else {
+        return Err(NoRoute::NoGateway {
+            service: stands_for.host.to_string(),
+            workload: workload.uid.to_string(),
+            network: network(),
+        });
+    };
+    let inner: Arc<[SpiffeId]> = chosen
+        .service
+        .map_or(&[][..], |service| &service.subject_alt_names)
+        .into();
+    if inner.is_empty() {
+        return Err(NoRoute::NoServiceIdentity {
+            service: stands_for.host.to_string(),
+            network: network(),
+        });
+    }
+    let mut resolved = || {
+        let found = gateway::choose(caller, gateway, Purpose::Gateway, destination.ip(), choose)?;
+        let far_end = found.endpoint.workload;
+        let expected = expected(far_end, found.service)?;
+        // A gateway without an address is refused where it is chosen.
+        let address = found.endpoint.address;
+        let address = address.ok_or_else(|| NoRoute::UnknownGateway(gateway.to_string()))?;
+        Ok((SocketAddr::new(address, found.endpoint.port), far_end, expected))
+    };
+    let (tunnel, far_end, expected) = resolved().map_err(|source| NoRoute::NetworkGateway {
+        workload: workload.uid.to_string(),
+        network: network(),
+        gateway: gateway.to_string(),
+        source: Box::new(source),
+    })?;
+    Ok(Route::Hbone(HboneRoute {
+        tunnel,
+        far_end: Arc::clone(far_end),
+        expected,
+        authority: Target::Service(Arc::clone(service), destination.port()),
+        inner: Some(inner),
+        workload: Arc::clone(workload),
+        service: Some(Arc::clone(service)),
+    }))
+}
+
 /// The identities of which the far end must show one: the workload's own, and those that stand for the service.
-fn expected(workload: &Workload, service: Option<&Service>) -> Result<Arc<[SpiffeId]>, NoRoute> {
+fn expected(workload: &Workload, service: Option<&Arc<Service>>) -> Result<Arc<[SpiffeId]>, NoRoute> {
     let own = workload.identity().map_err(|source| NoRoute::NoIdentity {
         workload: workload.uid.to_string(),
         source,
@@ -295,88 +336,6 @@ fn expected(workload: &Workload, service: Option<&Service>) -> Result<Arc<[Spiff
         }
     }
     Ok(expected.into())
-}
-
-/// The application port that a CONNECT to `authority`, received on the pod's address `received_on`, asks for. The connection
-/// is always made to the pod's own address.
-pub fn inbound(mesh: &Mesh, local: Local<'_>, received_on: IpAddr, authority: &str) -> Result<u16, Refusal> {
-    let received_on = canonical(received_on);
-    let authority = Authority::parse(authority)
-        .ok_or_else(|| Refusal::BadAuthority(authority.chars().take(MAX_HOSTNAME).collect()))?;
-    let workload = mesh
-        .local(local.info, local.network)
-        .ok_or_else(|| Refusal::UnknownWorkload {
-            namespace: local.info.namespace.clone(),
-            name: local.info.name.clone(),
-            service_account: local.info.service_account.clone(),
-            network: local.network.to_owned(),
-        })?;
-    if workload.application_tunnel {
-        return Err(Refusal::ApplicationTunnel(workload.uid.to_string()));
-    }
-    let port = match authority {
-        Authority::Address(address) if address.ip() == received_on => address.port(),
-        Authority::Address(address) => {
-            return Err(Refusal::OtherAddress {
-                authority: address.ip(),
-                received_on,
-            });
-        }
-        Authority::Hostname(hostname, port) => {
-            let service = mesh
-                .service_named(hostname, &local.info.namespace)
-                .ok_or_else(|| Refusal::UnknownHostname(hostname.to_owned()))?;
-            let service_target = service.ports.get(&port).copied().unwrap_or(0);
-            balance::target_port(service, service_target, workload, port).ok_or_else(|| Refusal::NoPort {
-                service: service.host.to_string(),
-                port,
-            })?
-        }
-    };
-    if PROXY_PORTS.contains(&port) {
-        return Err(Refusal::ProxyPort(port));
-    }
-    Ok(port)
-}
-
-/// Longest host name (RFC 1035, 2.3.4, as text). What is longer is a stranger's text, and is cut in errors.
-const MAX_HOSTNAME: usize = 253;
-
-/// What a CONNECT request asks for.
-enum Authority<'a> {
-    Address(SocketAddr),
-    Hostname(&'a str, u16),
-}
-
-impl<'a> Authority<'a> {
-    fn parse(text: &'a str) -> Option<Self> {
-        let parsed = match text.parse::<SocketAddr>() {
-            Ok(address) => Self::Address(SocketAddr::new(canonical(address.ip()), address.port())),
-            Err(_) => {
-                let (hostname, port) = text.rsplit_once(':')?;
-                // u16's own parser takes a sign.
-                let port = port
-                    .bytes()
-                    .all(|byte| byte.is_ascii_digit())
-                    .then(|| port.parse().ok())??;
-                Self::Hostname(hostname, port)
-            }
-        };
-        match parsed {
-            Self::Address(address) if address.port() == 0 => None,
-            Self::Hostname(_, 0) => None,
-            Self::Hostname(hostname, _) if !is_hostname(hostname) => None,
-            parsed => Some(parsed),
-        }
-    }
-}
-
-/// Letters, digits, `-`, `_` and `.`: so no user name, no path, no half of an IPv6 address.
-fn is_hostname(text: &str) -> bool {
-    (1..=MAX_HOSTNAME).contains(&text.len())
-        && text
-            .bytes()
-            .all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'.'))
 }
 
 /// Whether plaintext that came to `destination` may pass to the application: not to one of the proxy's ports.

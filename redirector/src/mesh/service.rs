@@ -1,10 +1,14 @@
 //! Services: names and virtual addresses in front of workloads.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{
+    collections::BTreeMap,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
+    sync::Arc,
+};
 
 use super::{
     spiffe::SpiffeId,
-    workload::{GatewayAddress, NamespacedHostname, NetworkAddress},
+    workload::{GatewayAddress, NamespacedHostname, NetworkAddress, canonical},
 };
 
 /// A service.
@@ -16,12 +20,16 @@ pub struct Service {
     pub name: Arc<str>,
     /// Virtual addresses; none for a headless service.
     pub vips: Vec<NetworkAddress>,
+    /// Ranges of virtual addresses.
+    pub cidr_vips: Vec<CidrVip>,
     /// Service port to target port; 0 is a named port, which the endpoints map themselves.
     pub ports: BTreeMap<u16, u16>,
     /// Identities that stand for the service beside its endpoints' own.
     pub subject_alt_names: Vec<SpiffeId>,
     /// The waypoint that service-addressed traffic must go through.
     pub waypoint: Option<GatewayAddress>,
+    /// Waypoints with weights, by which one is drawn for each connection; they go before `waypoint`.
+    pub weighted_waypoints: Vec<WeightedWaypoint>,
     /// How an endpoint is chosen.
     pub load_balancer: LoadBalancer,
     /// Which family an endpoint's address is taken from.
@@ -30,6 +38,56 @@ pub struct Service {
     pub canonical: bool,
     /// Hidden from other namespaces.
     pub namespace_only: bool,
+}
+
+impl Service {
+    /// All waypoints that its traffic may go through.
+    pub fn waypoints(&self) -> impl Iterator<Item = &GatewayAddress> {
+        let weighted = self.weighted_waypoints.iter().map(|one| &one.destination);
+        weighted.chain(&self.waypoint)
+    }
+}
+
+/// A range of virtual addresses.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct CidrVip {
+    /// Network and first address of the range.
+    pub first: NetworkAddress,
+    /// Leading bits that the range has in common.
+    pub prefix_len: u8,
+}
+
+impl CidrVip {
+    /// The range of `prefix_len` bits that holds `address`; `None` when an address has fewer bits.
+    pub fn of(network: Arc<str>, address: IpAddr, prefix_len: u8) -> Option<Self> {
+        let address = match canonical(address) {
+            IpAddr::V4(address) => {
+                let shift = 32_u32.checked_sub(prefix_len.into())?;
+                IpAddr::V4(Ipv4Addr::from_bits(
+                    address.to_bits() & u32::MAX.checked_shl(shift).unwrap_or(0),
+                ))
+            }
+            IpAddr::V6(address) => {
+                let shift = 128_u32.checked_sub(prefix_len.into())?;
+                IpAddr::V6(Ipv6Addr::from_bits(
+                    address.to_bits() & u128::MAX.checked_shl(shift).unwrap_or(0),
+                ))
+            }
+        };
+        Some(Self {
+            first: NetworkAddress { network, address },
+            prefix_len,
+        })
+    }
+}
+
+/// One of several waypoints of a service.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct WeightedWaypoint {
+    /// The waypoint.
+    pub destination: GatewayAddress,
+    /// Its share of the connections, in proportion to the others'; 0 is none.
+    pub weight: u32,
 }
 
 /// How an endpoint is chosen.

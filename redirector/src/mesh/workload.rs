@@ -84,6 +84,15 @@ pub enum GatewayDestination {
     Hostname(NamespacedHostname),
 }
 
+/// How a workload's application takes what comes over HBONE, when not as plain connections to the port that was asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ApplicationTunnel {
+    /// Each connection begins with a PROXY protocol header that says who calls whom.
+    pub proxy_protocol: bool,
+    /// The port that takes all of it.
+    pub port: Option<u16>,
+}
+
 /// Where a node is; empty parts are not told.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Locality {
@@ -110,6 +119,8 @@ pub struct Workload {
     pub service_account: Arc<str>,
     /// Its addresses, all in `network`.
     pub addresses: Vec<IpAddr>,
+    /// Its host name, when it has one of its own; a workload may have a name and no address.
+    pub hostname: Arc<str>,
     /// Its network; empty is the default one.
     pub network: Arc<str>,
     /// How it takes connections.
@@ -126,8 +137,8 @@ pub struct Workload {
     pub waypoint: Option<GatewayAddress>,
     /// The gateway by which other networks reach it.
     pub network_gateway: Option<GatewayAddress>,
-    /// Takes its traffic through an application tunnel.
-    pub application_tunnel: bool,
+    /// How its application takes what comes over HBONE, when that is special.
+    pub application_tunnel: Option<ApplicationTunnel>,
     /// Whether load balancing may choose it.
     pub healthy: bool,
     /// Weight in load balancing; 0 is never chosen.
@@ -150,6 +161,12 @@ impl Workload {
     /// Its identity.
     pub fn identity(&self) -> Result<SpiffeId, InvalidSpiffeId> {
         SpiffeId::new(&self.trust_domain, &self.namespace, &self.service_account)
+    }
+
+    /// Whether `address` is one of its own.
+    pub fn has_address(&self, address: IpAddr) -> bool {
+        let wanted = canonical(address);
+        self.addresses.iter().any(|own| canonical(*own) == wanted)
     }
 
     /// Whether it is a Kubernetes pod, by the kind in its UID.

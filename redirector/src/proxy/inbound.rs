@@ -51,6 +51,8 @@ enum Error {
     TooMany { max: usize },
     #[error("{max} connections of this peer are tunnelled to the pod already")]
     TooManyOfPeer { max: usize },
+    #[error("the application wants PROXY protocol headers, and these are not supported yet")]
+    ProxyProtocol,
     #[error("the peer gave up before the application answered")]
     Abandoned,
     #[error(transparent)]
@@ -190,13 +192,16 @@ async fn application(
 ) -> Result<(TcpStream, Admitted), Error> {
     let decide = |mesh: &Mesh| route::inbound(mesh, pod.local(), tunnel.local.ip(), connect.authority());
     let decided = pod.settled(decide, Refusal::is_transient).await;
-    let port = decided.map_err(|source| {
+    let upstream = decided.map_err(|source| {
         // The statuses of a refusal are constants; one that is none is our own fault.
         let status = StatusCode::from_u16(source.status()).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
         Error::Refused { status, source }
     })?;
+    if upstream.proxied.is_some() {
+        return Err(Error::ProxyProtocol);
+    }
     // Always the pod itself: what the authority names beside the port has been judged.
-    let destination = SocketAddr::new(tunnel.local.ip(), port);
+    let destination = SocketAddr::new(tunnel.local.ip(), upstream.port);
     let flow = Flow {
         source: tunnel.peer.ip(),
         identity: Some(tunnel.identity.clone()),

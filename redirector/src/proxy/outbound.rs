@@ -47,6 +47,8 @@ enum Error {
     NoRoute(#[source] NoRoute),
     #[error("{0} is a listener of the proxy itself")]
     Loop(SocketAddr),
+    #[error("{0} is on another network: tunnels through network gateways are not supported yet")]
+    OtherNetwork(String),
     #[error("the application gave up before the connection stood")]
     Abandoned,
 }
@@ -73,12 +75,15 @@ pub(super) async fn connection(pod: Arc<Pod>, application: TcpStream, peer: Sock
             rand::random_range(0..weights)
         }
     };
-    let decide = |mesh: &Mesh| route::outbound(mesh, pod.local(), destination, &mut choose);
+    let decide = |mesh: &Mesh| route::outbound(mesh, pod.local(), peer.ip(), destination, &mut choose);
     let decided = tokio::select! {
         decided = pod.settled(decide, NoRoute::is_transient) => decided,
         _ = application.broken() => return record.fail(&Error::Abandoned),
     };
     match decided {
+        Ok(Route::Hbone(route)) if route.inner.is_some() => {
+            record.fail(&Error::OtherNetwork(route.workload.uid.to_string()));
+        }
         Ok(Route::Hbone(route)) => hbone(&pod, application, peer, route, record).await,
         Ok(Route::Plain(route)) => plain(&pod, application, route, record).await,
         Err(error) => record.fail(&Error::NoRoute(error)),
@@ -183,11 +188,16 @@ fn request(pod: &Pod, client: SocketAddr, route: &HboneRoute) -> Request<()> {
         .service
         .as_ref()
         .map(|service| service.host.hostname.as_ref());
-    connect_request(route.authority, client, host, caller.map(AsRef::as_ref))
+    connect_request(
+        &route.authority.to_string(),
+        client,
+        host,
+        caller.map(AsRef::as_ref),
+    )
 }
 
 fn connect_request(
-    authority: SocketAddr,
+    authority: &str,
     client: SocketAddr,
     host: Option<&str>,
     caller: Option<&Workload>,
@@ -196,7 +206,8 @@ fn connect_request(
     *request.method_mut() = Method::CONNECT;
     *request.version_mut() = Version::HTTP_2;
     // Only an authority: CONNECT has neither scheme nor path.
-    *request.uri_mut() = Uri::try_from(authority.to_string()).expect("a socket address is an authority");
+    *request.uri_mut() =
+        Uri::try_from(authority).expect("an address or a host name, with a port, is an authority");
     let forwarded = match host {
         Some(host) => format!("for=\"{client}\";host={host}"),
         None => format!("for=\"{client}\""),
@@ -252,6 +263,7 @@ mod tests {
             trust_domain: "cluster.local".into(),
             service_account: "web".into(),
             addresses: Vec::new(),
+            hostname: "".into(),
             network: "".into(),
             protocol: Protocol::Hbone,
             host_network: false,
@@ -260,7 +272,7 @@ mod tests {
             cluster_id: "Kubernetes".into(),
             waypoint: None,
             network_gateway: None,
-            application_tunnel: false,
+            application_tunnel: None,
             healthy: true,
             capacity: 1,
             services: Default::default(),
@@ -278,12 +290,7 @@ mod tests {
             ("10.1.2.3:8080", "10.1.2.3:8080"),
             ("[fd00::1]:80", "[fd00::1]:80"),
         ] {
-            let request = connect_request(
-                authority.parse().unwrap(),
-                "10.1.9.9:4242".parse().unwrap(),
-                None,
-                None,
-            );
+            let request = connect_request(authority, "10.1.9.9:4242".parse().unwrap(), None, None);
             assert_eq!(request.method(), Method::CONNECT);
             assert_eq!(request.uri().authority().unwrap(), text);
             assert_eq!((request.uri().scheme(), request.uri().path()), (None, ""));
@@ -300,7 +307,7 @@ mod tests {
         let host = Some("cart.shop.svc.cluster.local");
         let caller = workload();
         let request = connect_request(
-            "[fd00::1]:80".parse().unwrap(),
+            "[fd00::1]:80",
             "[fd00::9]:4242".parse().unwrap(),
             host,
             Some(&caller),
@@ -319,12 +326,7 @@ mod tests {
     fn names_that_no_header_can_hold_are_left_out() {
         let mut caller = workload();
         caller.canonical_name = "we\nb".into();
-        let request = connect_request(
-            "10.1.2.3:80".parse().unwrap(),
-            "10.1.9.9:1".parse().unwrap(),
-            None,
-            Some(&caller),
-        );
+        let request = connect_request("10.1.2.3:80", "10.1.9.9:1".parse().unwrap(), None, Some(&caller));
         assert!(!request.headers().contains_key("baggage"));
         assert!(request.headers().contains_key("forwarded"));
     }

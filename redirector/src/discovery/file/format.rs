@@ -8,16 +8,14 @@ use std::{net::IpAddr, num::NonZeroU16};
 use redirector_common::consts::PORT_HBONE;
 use serde::{Deserialize, Deserializer};
 
-use super::value::{
-    Checked, Filled, Object, Text, Unique, no_cidr_vips, no_endpoints, no_weighted_waypoints,
-};
+use super::value::{Checked, Filled, Object, Text, Unique, no_endpoints, text_or_mapping};
 use crate::mesh::{
     policy::{Policy, PolicyName},
-    service::{IpFamilies, LoadBalancer, LoadBalancerMode, Scope, Service},
+    service::{CidrVip, IpFamilies, LoadBalancer, LoadBalancerMode, Scope, Service, WeightedWaypoint},
     spiffe::SpiffeId,
     workload::{
-        GatewayAddress, GatewayDestination, Locality, NamespacedHostname, NetworkAddress, Protocol, Workload,
-        WorkloadUid, canonical,
+        ApplicationTunnel, GatewayAddress, GatewayDestination, Locality, NamespacedHostname, NetworkAddress,
+        Protocol, Workload, WorkloadUid, canonical,
     },
 };
 
@@ -80,7 +78,7 @@ pub(super) struct RawWorkload {
     /// Says how the workload itself does HBONE, which nobody else needs to know.
     #[serde(default, rename = "nativeTunnel")]
     _native_tunnel: bool,
-    application_tunnel: Option<ApplicationTunnel>,
+    application_tunnel: Option<RawApplicationTunnel>,
     #[serde(default)]
     authorization_policies: Vec<Text<PolicyName>>,
     #[serde(default)]
@@ -104,19 +102,15 @@ pub(super) struct RawService {
     hostname: Filled,
     vips: Vec<Text<NetworkAddress>>,
     ports: Unique<NonZeroU16, u16>,
-    #[serde(default, rename = "cidrVips", deserialize_with = "no_cidr_vips")]
-    _cidr_vips: (),
+    #[serde(default)]
+    cidr_vips: Vec<Checked<CidrVip>>,
     #[serde(default, rename = "endpoints", deserialize_with = "no_endpoints")]
     _endpoints: (),
     #[serde(default)]
     subject_alt_names: Vec<Text<SpiffeId>>,
     waypoint: Option<RawGateway>,
-    #[serde(
-        default,
-        rename = "weightedWaypoints",
-        deserialize_with = "no_weighted_waypoints"
-    )]
-    _weighted_waypoints: (),
+    #[serde(default)]
+    weighted_waypoints: Vec<RawWeightedWaypoint>,
     load_balancer: Option<RawLoadBalancer>,
     ip_families: Option<RawIpFamilies>,
     #[serde(default)]
@@ -132,6 +126,24 @@ struct RawGateway {
     hbone_mtls_port: Option<u16>,
 }
 
+/// The waypoint as in the protobuf message, a mapping within the mapping, or with its keys beside the weight.
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+struct RawWeightedWaypoint {
+    #[serde(deserialize_with = "text_or_mapping::<_, GatewayDestination, _>")]
+    destination: RawGateway,
+    hbone_mtls_port: Option<u16>,
+    weight: u32,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub(super) struct RawCidrVip {
+    cidr: Filled,
+    #[serde(default)]
+    network: String,
+}
+
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 struct RawLoadBalancer {
@@ -145,7 +157,7 @@ struct RawLoadBalancer {
 
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
-struct ApplicationTunnel {
+struct RawApplicationTunnel {
     #[serde(default)]
     protocol: TunnelProtocol,
     port: Option<u16>,
@@ -265,12 +277,6 @@ impl Object for Workload {
             SpiffeId::new(&raw.trust_domain, &raw.namespace.0, &raw.service_account)
                 .map_err(|error| format!("identity of workload {}: {error}", raw.label()))?;
         }
-        if raw.workload_ips.is_empty() && !raw.hostname.is_empty() {
-            return Err(format!(
-                "workload {} has a hostname and no workloadIps: names are not resolved yet, so write out its addresses",
-                raw.label()
-            ));
-        }
         let uid = match (&*raw.uid, &*raw.name, raw.workload_ips.first()) {
             ("", "", None) => {
                 return Err(format!(
@@ -289,9 +295,10 @@ impl Object for Workload {
             ("", name, _) => format!("{}//Pod/{}/{name}", raw.cluster(), raw.namespace.0),
             (uid, ..) => uid.to_owned(),
         };
-        let application_tunnel = raw
-            .application_tunnel
-            .is_some_and(|tunnel| tunnel.protocol == TunnelProtocol::Proxy || tunnel.port.is_some());
+        let application_tunnel = raw.application_tunnel.map(|tunnel| ApplicationTunnel {
+            proxy_protocol: tunnel.protocol == TunnelProtocol::Proxy,
+            port: tunnel.port.filter(|port| *port != 0),
+        });
         let services = raw.services.0.into_iter();
         Ok(Self {
             uid: WorkloadUid(uid.into()),
@@ -300,6 +307,7 @@ impl Object for Workload {
             trust_domain: raw.trust_domain.into(),
             service_account: raw.service_account.into(),
             addresses: raw.workload_ips.into_iter().map(canonical).collect(),
+            hostname: raw.hostname.into(),
             network: raw.network.into(),
             protocol: match raw.protocol {
                 RawProtocol::Hbone => Protocol::Hbone,
@@ -376,9 +384,11 @@ impl Object for Service {
             },
             name: raw.name.0.into(),
             vips: raw.vips.into_iter().map(|vip| vip.0).collect(),
+            cidr_vips: raw.cidr_vips.into_iter().map(|vip| vip.0).collect(),
             ports: raw.ports.into_ports(|port| port),
             subject_alt_names: raw.subject_alt_names.into_iter().map(|san| san.0).collect(),
             waypoint: raw.waypoint.map(Into::into),
+            weighted_waypoints: raw.weighted_waypoints.into_iter().map(Into::into).collect(),
             load_balancer: balancer,
             ip_families: match raw.ip_families {
                 None | Some(RawIpFamilies::Dual) => IpFamilies::Any,
@@ -398,6 +408,43 @@ impl From<RawGateway> for GatewayAddress {
             destination: raw.destination.0,
             hbone_mtls_port: port.unwrap_or(PORT_HBONE),
         }
+    }
+}
+
+impl From<Text<GatewayDestination>> for RawGateway {
+    fn from(destination: Text<GatewayDestination>) -> Self {
+        Self {
+            destination,
+            hbone_mtls_port: None,
+        }
+    }
+}
+
+impl From<RawWeightedWaypoint> for WeightedWaypoint {
+    fn from(raw: RawWeightedWaypoint) -> Self {
+        let port = raw.destination.hbone_mtls_port.or(raw.hbone_mtls_port);
+        Self {
+            destination: RawGateway {
+                hbone_mtls_port: port,
+                ..raw.destination
+            }
+            .into(),
+            weight: raw.weight,
+        }
+    }
+}
+
+impl Object for CidrVip {
+    type Raw = RawCidrVip;
+    const EXPECTED: &'static str = "a range: {cidr: address/length, network: name}";
+
+    fn check(raw: RawCidrVip) -> Result<Self, String> {
+        let text = &raw.cidr.0;
+        let range = text.split_once('/').and_then(|(address, length)| {
+            let address: IpAddr = address.parse().ok()?;
+            Self::of(raw.network.as_str().into(), address, length.parse().ok()?)
+        });
+        range.ok_or_else(|| format!("cidr {text:?} is not of the form address/length, like 10.1.0.0/16"))
     }
 }
 

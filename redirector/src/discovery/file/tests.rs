@@ -7,7 +7,7 @@ use crate::mesh::{
     pod::PodInfo,
     route::{Local, Route, outbound},
     service::{IpFamilies, LoadBalancerMode, Scope},
-    workload::{GatewayDestination, Protocol},
+    workload::{ApplicationTunnel, GatewayDestination, Protocol},
 };
 
 const FULL: &str = r#"
@@ -51,9 +51,11 @@ services:
   hostname: cart.shop.svc.cluster.local
   vips: ["/10.96.0.1", "net2/fd96::1"]
   ports: {80: 8080, 81: 0}
-  cidrVips: []
+  cidrVips: [{cidr: 10.97.0.0/16}, {cidr: "fd97::/64", network: net2}]
   endpoints: {}
-  weightedWaypoints: []
+  weightedWaypoints:
+  - {destination: {destination: "shop/way.example.org", hboneMtlsPort: 16008}, weight: 3}
+  - {destination: "/10.0.0.7", weight: 0}
   subjectAltNames: ["spiffe://cluster.local/ns/shop/sa/alias"]
   loadBalancer:
     routingPreferences: [Region, Node]
@@ -97,9 +99,13 @@ fn every_key_arrives() {
     assert!(mesh.workload_at("", "10.0.0.2".parse().unwrap()).is_some());
     let web = mesh.pod("shop", "web-0").unwrap();
     assert_eq!(&*web.uid.0, "Kubernetes//Pod/shop/web-0");
+    assert_eq!((web.protocol, web.healthy), (Protocol::Tcp, false));
     assert_eq!(
-        (web.protocol, web.healthy, web.application_tunnel),
-        (Protocol::Tcp, false, true)
+        web.application_tunnel,
+        Some(ApplicationTunnel {
+            proxy_protocol: true,
+            port: Some(15088)
+        })
     );
     let [waypoint, gateway] = [&web.waypoint, &web.network_gateway].map(|at| at.clone().unwrap());
     assert!(matches!(&waypoint.destination, GatewayDestination::Address(at) if at.address.is_ipv4()));
@@ -109,6 +115,30 @@ fn every_key_arrives() {
     assert!(
         mesh.service_at("net2", "fd96::1".parse().unwrap(), "shop")
             .is_some()
+    );
+    for (network, address) in [("", "10.97.4.5"), ("net2", "fd97::9")] {
+        assert!(
+            mesh.service_at(network, address.parse().unwrap(), "shop")
+                .is_some()
+        );
+    }
+    let weighted: Vec<_> = service
+        .weighted_waypoints
+        .iter()
+        .map(|one| {
+            (
+                one.destination.to_string(),
+                one.destination.hbone_mtls_port,
+                one.weight,
+            )
+        })
+        .collect();
+    assert_eq!(
+        weighted,
+        [
+            ("shop/way.example.org".to_owned(), 16008, 3),
+            ("/10.0.0.7".to_owned(), 15008, 0)
+        ]
     );
     assert_eq!(service.subject_alt_names[0].service_account(), "alias");
     assert_eq!(service.load_balancer.mode, LoadBalancerMode::Failover);
@@ -123,13 +153,19 @@ fn every_key_arrives() {
 
 #[test]
 fn a_file_gives_routes() {
-    let mesh = parse(FULL, "mesh.yaml").unwrap();
+    let direct: String = FULL
+        .lines()
+        .filter(|line| !line.contains("eight"))
+        .map(|line| format!("{line}\n"))
+        .collect();
+    let mesh = parse(&direct, "mesh.yaml").unwrap();
     let info = PodInfo {
         uid: "u".parse().unwrap(),
         name: "web-0".into(),
         namespace: "shop".into(),
         service_account: "web".into(),
     };
+    let client = "10.0.0.9".parse().unwrap();
     let to: SocketAddr = "10.96.0.1:80".parse().unwrap();
     let route = outbound(
         &mesh,
@@ -137,6 +173,7 @@ fn a_file_gives_routes() {
             info: &info,
             network: "",
         },
+        client,
         to,
         &mut |_| 0,
     )
@@ -144,7 +181,7 @@ fn a_file_gives_routes() {
     let Route::Hbone(route) = route else {
         panic!("{route:?}")
     };
-    assert_eq!(route.authority, "10.0.0.1:8080".parse().unwrap());
+    assert_eq!(route.authority.to_string(), "10.0.0.1:8080");
     assert_eq!(route.expected.len(), 2);
 }
 
@@ -211,9 +248,19 @@ fn errors_name_file_line_and_field() {
             "workloads[0].namespace: must not be empty",
         ),
         (
-            "cidrVips: []",
-            "cidrVips: [/10.1.0.0/16]",
-            "services[0].cidrVips: address ranges are not supported yet",
+            "cidr: 10.97.0.0/16",
+            "cidr: 10.97.0.0",
+            "services[0].cidrVips[0]: cidr \"10.97.0.0\" is not of the form address/length",
+        ),
+        (
+            "cidr: 10.97.0.0/16",
+            "cidr: 10.97.0.0/33",
+            "services[0].cidrVips[0]: cidr \"10.97.0.0/33\" is not",
+        ),
+        (
+            "{cidr: 10.97.0.0/16}",
+            "10.97.0.0/16",
+            "services[0].cidrVips[0]: invalid type: string \"10.97.0.0/16\", expected a range",
         ),
         (
             "endpoints: {}",
@@ -221,9 +268,14 @@ fn errors_name_file_line_and_field() {
             "services[0].endpoints: endpoints are named by the workloads",
         ),
         (
-            "weightedWaypoints: []",
-            "weightedWaypoints: [{weight: 1}]",
-            "services[0].weightedWaypoints: weighted waypoints",
+            ", weight: 3",
+            "",
+            "services[0].weightedWaypoints[0]: missing field `weight`",
+        ),
+        (
+            "{destination: \"/10.0.0.7\", weight",
+            "{destination: 10.0.0.7, weight",
+            "services[0].weightedWaypoints[1].destination: \"10.0.0.7\" is neither",
         ),
         (
             "[Region, Node]",
@@ -239,11 +291,6 @@ fn errors_name_file_line_and_field() {
             "  name: web-0",
             "  uid: Kubernetes//Pod/shop/cart-0",
             "workloads[1].uid: Kubernetes//Pod/shop/cart-0 is there twice",
-        ),
-        (
-            "workloadIps: [\"10.0.0.9\"]",
-            "workloadIps: []\n  hostname: db.example.org",
-            "names are not resolved yet",
         ),
         ("policies: []", "polices: []", "unknown field `polices`"),
     ] {

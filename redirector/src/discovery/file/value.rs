@@ -219,22 +219,40 @@ impl FromText for SpiffeId {
     }
 }
 
-pub(super) fn no_cidr_vips<'de, D: Deserializer<'de>>(deserializer: D) -> Result<(), D::Error> {
-    deserializer.deserialize_any(Nothing(
-        "address ranges are not supported yet: list single addresses in vips",
-    ))
-}
-
 pub(super) fn no_endpoints<'de, D: Deserializer<'de>>(deserializer: D) -> Result<(), D::Error> {
     deserializer.deserialize_any(Nothing(
         "endpoints are named by the workloads: list the service in their services",
     ))
 }
 
-pub(super) fn no_weighted_waypoints<'de, D: Deserializer<'de>>(deserializer: D) -> Result<(), D::Error> {
-    deserializer.deserialize_any(Nothing(
-        "weighted waypoints are not supported yet: leave them out, or empty",
-    ))
+/// A value that is written as a mapping, or as the text of its main part alone.
+pub(super) fn text_or_mapping<'de, D, T, M>(deserializer: D) -> Result<M, D::Error>
+where
+    D: Deserializer<'de>,
+    T: FromText,
+    M: Deserialize<'de> + From<Text<T>>,
+{
+    struct Either<T, M>(PhantomData<(T, M)>);
+
+    impl<'de, T: FromText, M: Deserialize<'de> + From<Text<T>>> Visitor<'de> for Either<T, M> {
+        type Value = M;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("a text or a mapping")
+        }
+
+        fn visit_str<E: de::Error>(self, text: &str) -> Result<M, E> {
+            T::from_text(text)
+                .map(|value| M::from(Text(value)))
+                .map_err(E::custom)
+        }
+
+        fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<M, A::Error> {
+            M::deserialize(MapAccessDeserializer::new(map))
+        }
+    }
+
+    deserializer.deserialize_any(Either(PhantomData))
 }
 
 /// Takes null, an empty list or an empty mapping; says of anything else why not.

@@ -8,15 +8,18 @@ use crate::mesh::{
     workload::{GatewayDestination, NetworkAddress},
 };
 
+mod gateways;
+
 /// A mesh with client `web` at 10.0.0.9, HBONE pod `a` at 10.0.0.1, plain pod `b` at 10.0.0.2, and service `cart` at
 /// 10.96.0.1, of which `a` is the endpoint.
-struct World {
+pub(super) struct World {
     workloads: BTreeMap<&'static str, Workload>,
     service: Service,
+    pub(super) more: Vec<Service>,
 }
 
 impl World {
-    fn new() -> Self {
+    pub(super) fn new() -> Self {
         let alone = |name, address| {
             let mut made = workload(name, address);
             made.services.clear();
@@ -32,15 +35,24 @@ impl World {
         Self {
             workloads,
             service: service("cart", "10.96.0.1"),
+            more: vec![],
         }
     }
 
-    fn change(mut self, name: &str, change: impl FnOnce(&mut Workload)) -> Self {
+    pub(super) fn change(mut self, name: &str, change: impl FnOnce(&mut Workload)) -> Self {
         change(self.workloads.get_mut(name).unwrap());
         self
     }
 
-    fn change_service(mut self, change: impl FnOnce(&mut Service)) -> Self {
+    /// With one more workload `name`, which is an endpoint of nothing.
+    pub(super) fn with(mut self, name: &'static str, address: &str) -> Self {
+        let mut made = workload(name, address);
+        made.services.clear();
+        self.workloads.insert(name, made);
+        self
+    }
+
+    pub(super) fn change_service(mut self, change: impl FnOnce(&mut Service)) -> Self {
         change(&mut self.service);
         self
     }
@@ -48,7 +60,7 @@ impl World {
     fn mesh(&self) -> Mesh {
         Mesh::new(
             self.workloads.values().cloned().collect(),
-            vec![self.service.clone()],
+            [std::slice::from_ref(&self.service), &self.more].concat(),
         )
     }
 
@@ -58,10 +70,17 @@ impl World {
             info: &info,
             network: "",
         };
-        outbound(&self.mesh(), local, destination.parse().unwrap(), &mut |_| 0)
+        let client = ip("10.0.0.9");
+        outbound(
+            &self.mesh(),
+            local,
+            client,
+            destination.parse().unwrap(),
+            &mut |_| 0,
+        )
     }
 
-    fn inbound(&self, authority: &str) -> Result<u16, Refusal> {
+    pub(super) fn inbound(&self, authority: &str) -> Result<Upstream, Refusal> {
         let info = info("a");
         inbound(
             &self.mesh(),
@@ -83,15 +102,15 @@ fn text(route: Result<Route, NoRoute>) -> String {
     }
 }
 
-fn waypoint() -> Option<GatewayAddress> {
+pub(super) fn waypoint_at(address: &str) -> GatewayAddress {
     let address = NetworkAddress {
         network: Arc::default(),
-        address: ip("10.0.0.2"),
+        address: ip(address),
     };
-    Some(GatewayAddress {
+    GatewayAddress {
         destination: GatewayDestination::Address(address),
         hbone_mtls_port: 15008,
-    })
+    }
 }
 
 #[test]
@@ -180,10 +199,10 @@ fn a_source_that_the_mesh_does_not_know_gets_no_route_even_to_unknown_destinatio
 }
 
 #[test]
-fn what_is_behind_a_waypoint_is_not_reached_around_it() {
+fn what_is_behind_a_waypoint_that_nobody_knows_is_not_reached_around_it() {
     let behind = World::new()
-        .change("a", |a| a.waypoint = waypoint())
-        .change("b", |b| b.waypoint = waypoint());
+        .change("a", |a| a.waypoint = Some(waypoint_at("192.0.2.9")))
+        .change("b", |b| b.waypoint = Some(waypoint_at("192.0.2.9")));
     for destination in ["10.0.0.1:80", "10.0.0.1:15008", "10.0.0.2:80"] {
         let refused = behind.outbound(destination).unwrap_err();
         assert!(
@@ -200,7 +219,7 @@ fn what_is_behind_a_waypoint_is_not_reached_around_it() {
 
     for mode in [LoadBalancerMode::Standard, LoadBalancerMode::Passthrough] {
         let service = World::new().change_service(|service| {
-            service.waypoint = waypoint();
+            service.waypoint = Some(waypoint_at("192.0.2.9"));
             service.load_balancer.mode = mode;
         });
         assert!(matches!(
@@ -236,87 +255,6 @@ fn an_hbone_workload_without_an_identity_is_not_reached() {
 }
 
 #[test]
-fn authorities_give_the_application_port_or_a_status() {
-    let world = World::new().change_service(|service| {
-        service.ports.insert(81, 8181);
-        service.ports.insert(82, 0);
-        service.ports.insert(83, 15006);
-    });
-    for (authority, expected) in [
-        ("10.0.0.1:8080", Ok(8080)),
-        ("[::ffff:10.0.0.1]:8080", Ok(8080)),
-        // An address is not translated: 80 is a service port only behind a name.
-        ("10.0.0.1:80", Ok(80)),
-        ("cart.shop.svc.cluster.local:80", Ok(8080)),
-        ("cart.shop.svc.cluster.local:81", Ok(8181)),
-        ("cart.shop.svc.cluster.local:82", Err(503)),
-        ("cart.shop.svc.cluster.local:99", Err(503)),
-        ("other.shop.svc.cluster.local:80", Err(503)),
-        ("10.0.0.2:80", Err(400)),
-        ("10.96.0.1:80", Err(400)),
-        ("127.0.0.1:80", Err(400)),
-        ("[fd00::1]:80", Err(400)),
-        ("10.0.0.1:15001", Err(503)),
-        ("10.0.0.1:15006", Err(503)),
-        ("10.0.0.1:15008", Err(503)),
-        ("cart.shop.svc.cluster.local:83", Err(503)),
-        // As a service port it is one like any other, and this service has none.
-        ("cart.shop.svc.cluster.local:15008", Err(503)),
-        ("", Err(400)),
-        ("10.0.0.1", Err(400)),
-        ("10.0.0.1:", Err(400)),
-        ("10.0.0.1:0", Err(400)),
-        ("10.0.0.1:65536", Err(400)),
-        ("cart.shop.svc.cluster.local", Err(400)),
-        ("cart.shop.svc.cluster.local:+80", Err(400)),
-        ("cart.shop.svc.cluster.local:0", Err(400)),
-        (":80", Err(400)),
-        ("user@cart.shop.svc.cluster.local:80", Err(400)),
-        ("http://cart.shop.svc.cluster.local:80", Err(400)),
-        ("fd00::1:80", Err(400)),
-        ("[fd00::1:80", Err(400)),
-    ] {
-        assert_eq!(
-            world.inbound(authority).map_err(|refusal| refusal.status()),
-            expected,
-            "{authority:?}"
-        );
-    }
-}
-
-#[test]
-fn a_stranger_s_text_is_cut_in_errors() {
-    let refusal = World::new()
-        .inbound(&format!("{}:80", "x".repeat(60_000)))
-        .unwrap_err();
-    assert_eq!(refusal.status(), 400);
-    assert!(refusal.to_string().len() < 300);
-}
-
-#[test]
-fn a_service_port_of_the_proxy_s_numbers_is_only_refused_after_translation() {
-    let world = World::new().change("a", |a| {
-        a.services
-            .insert(host("cart"), BTreeMap::from([(15008, 8080), (80, 15008)]));
-    });
-    assert_eq!(world.inbound("cart.shop.svc.cluster.local:15008"), Ok(8080));
-    assert_eq!(
-        world.inbound("cart.shop.svc.cluster.local:80"),
-        Err(Refusal::ProxyPort(15008))
-    );
-}
-
-#[test]
-fn a_local_pod_that_cannot_be_served_is_a_503() {
-    let unknown = World::new().change("a", |a| a.service_account = "other".into());
-    let refusal = unknown.inbound("10.0.0.1:80").unwrap_err();
-    assert!(refusal.is_transient() && refusal.status() == 503, "{refusal}");
-    let tunnel = World::new().change("a", |a| a.application_tunnel = true);
-    let refusal = tunnel.inbound("10.0.0.1:80").unwrap_err();
-    assert!(!refusal.is_transient() && refusal.status() == 503, "{refusal}");
-}
-
-#[test]
 fn plaintext_does_not_pass_to_the_proxy_s_ports() {
     for (destination, allowed) in [
         ("10.0.0.1:80", true),
@@ -348,7 +286,7 @@ prop_compose! {
         let mut made = workload(&format!("w{name}"), &format!("10.0.0.{address}"));
         made.protocol = if hbone { Protocol::Hbone } else { Protocol::Tcp };
         made.network = if far { "far".into() } else { Arc::default() };
-        made.waypoint = waypoint().filter(|_| waypoint_);
+        made.waypoint = waypoint_.then(|| waypoint_at("10.0.0.2"));
         if !endpoint {
             made.services.clear();
         }
@@ -365,7 +303,7 @@ prop_compose! {
         passthrough in prop::bool::weighted(0.2),
     ) -> Service {
         let mut made = service("cart", &format!("10.0.0.{vip}"));
-        made.waypoint = waypoint().filter(|_| waypoint_);
+        made.waypoint = waypoint_.then(|| waypoint_at("10.0.0.2"));
         if passthrough {
             made.load_balancer.mode = LoadBalancerMode::Passthrough;
         }
@@ -386,27 +324,47 @@ proptest! {
         let mesh = Mesh::new(workloads, vec![service.clone()]);
         let destination = SocketAddr::new(ip(&format!("10.0.0.{address}")), port);
         let info = info("w0");
-        let route = outbound(&mesh, Local { info: &info, network: "" }, destination, &mut |total| number % total);
+        let local = Local { info: &info, network: "" };
+        let source = mesh.local(&info, "").cloned();
+        let client = source.as_ref().map_or(ip("10.0.0.9"), |source| source.addresses[0]);
+        let route = outbound(&mesh, local, client, destination, &mut |total| number % total);
         let to_service = service.vips[0].address == destination.ip();
         let at = mesh.workload_at("", destination.ip());
+        let waypoint = if to_service { &service.waypoint } else { &at.and_then(|at| at.waypoint.clone()) };
+        let waypoints = match waypoint {
+            None => Vec::new(),
+            Some(_) if service.vips[0].address == ip("10.0.0.2") => mesh.endpoints(&service.host).to_vec(),
+            Some(_) => mesh.workload_at("", ip("10.0.0.2")).into_iter().cloned().collect(),
+        };
+        let is_waypoint = waypoints.iter().any(|one| Some(one) == source.as_ref());
+        let is_exempt = waypoint.is_none() || (is_waypoint && at.is_some());
         match route {
             Ok(Route::Hbone(route)) => {
-                prop_assert_eq!(route.tunnel, SocketAddr::new(route.authority.ip(), 15008));
-                prop_assert!(route.authority.port() != 15008);
-                prop_assert!(route.workload.addresses.contains(&route.authority.ip()));
-                prop_assert!(route.workload.network.is_empty());
-                prop_assert!(route.expected.contains(&route.workload.identity().unwrap()));
+                let Target::Address(authority) = route.authority else {
+                    panic!("there are no gateways")
+                };
+                prop_assert!(route.expected.contains(&route.far_end.identity().unwrap()));
+                prop_assert!(route.far_end.has_address(route.tunnel.ip()));
+                prop_assert!(route.far_end.network.is_empty() && route.inner.is_none());
+                prop_assert_eq!(route.tunnel.port(), 15008);
+                prop_assert_eq!(&route.far_end, &route.workload);
                 prop_assert_eq!(route.service.is_some(), to_service);
-                let waypoint = if to_service { &service.waypoint } else { &route.workload.waypoint };
-                prop_assert!(waypoint.is_none());
-                prop_assert!(!to_service || (route.workload.healthy && route.workload.capacity > 0));
+                if is_exempt {
+                    prop_assert_eq!(route.tunnel.ip(), authority.ip());
+                    prop_assert!(authority.port() != 15008);
+                    prop_assert!(!to_service || (route.workload.healthy && route.workload.capacity > 0));
+                } else {
+                    prop_assert!(waypoints.contains(&route.far_end));
+                    prop_assert_eq!(authority, destination);
+                }
             }
+            Ok(Route::Plain(_)) if !is_exempt => prop_assert!(false, "around a waypoint"),
             Ok(Route::Plain(route)) => {
                 let native = route.target.port() == 15008;
                 match (&route.workload, to_service) {
                     (Some(workload), _) => prop_assert!(native || workload.protocol == Protocol::Tcp),
                     (None, true) => prop_assert!(
-                        service.load_balancer.mode == LoadBalancerMode::Passthrough && service.waypoint.is_none()
+                        service.load_balancer.mode == LoadBalancerMode::Passthrough
                     ),
                     (None, false) => prop_assert!(at.is_none() && route.target == destination),
                 }
@@ -415,19 +373,6 @@ proptest! {
             Err(NoRoute::ProxyPort(target)) => prop_assert!([15001, 15006].contains(&target.port())),
             // Only what the mesh knows is refused for another reason.
             Err(_) => prop_assert!(to_service || at.is_some()),
-        }
-    }
-
-    #[test]
-    fn no_authority_reaches_a_proxy_port_or_panics(
-        authority in prop_oneof![
-            any::<String>(),
-            (prop_oneof![Just("10.0.0.1"), Just("cart.shop.svc.cluster.local")], any::<u16>())
-                .prop_map(|(host, port)| format!("{host}:{port}")),
-        ],
-    ) {
-        if let Ok(port) = World::new().inbound(&authority) {
-            prop_assert!(port != 0 && !PROXY_PORTS.contains(&port));
         }
     }
 }
