@@ -75,6 +75,10 @@ pub struct Config {
     pub http2: Http2,
     /// TCP keepalive; absent when it is off.
     pub keepalive: Option<TcpKeepalive>,
+    /// Whether applications that want PROXY protocol headers are called on loopback.
+    pub localhost_app_tunnel: bool,
+    /// Whether HBONE callers are told of the workload that they have reached.
+    pub response_baggage: bool,
     /// Time that connections get to end when the agent stops.
     pub shutdown_grace: Span,
     /// Time that the connections of a deleted pod get to end.
@@ -236,6 +240,8 @@ impl Config {
             pool,
             http2,
             keepalive,
+            loopback_application_tunnel,
+            response_baggage,
             ..
         } = proxy::Config::default();
         let config = Self {
@@ -277,6 +283,8 @@ impl Config {
                 probes: s.keepalive_retries.unwrap_or(keepalive.probes),
                 user_timeout: s.user_timeout_enabled.unwrap_or(keepalive.user_timeout),
             }),
+            localhost_app_tunnel: s.localhost_app_tunnel.unwrap_or(loopback_application_tunnel),
+            response_baggage: s.enable_response_baggage.unwrap_or(response_baggage),
             shutdown_grace: s
                 .connection_termination_deadline
                 .unwrap_or_else(|| Span(shutdown_grace(s.termination_grace_period_seconds))),
@@ -351,6 +359,8 @@ impl Config {
         config.http2.connection_window_bytes = self.http2.connection_window_bytes;
         config.http2.frame_bytes = self.http2.frame_bytes;
         config.ipv6 = self.ipv6_enabled;
+        config.loopback_application_tunnel = self.localhost_app_tunnel;
+        config.response_baggage = self.response_baggage;
         config.keepalive.enabled = self.keepalive.is_some();
         if let Some(keepalive) = &self.keepalive {
             config.keepalive = Keepalive {

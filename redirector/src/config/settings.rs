@@ -121,6 +121,10 @@ settings! {
         keepalive_retries: u32, ["KEEPALIVE_RETRIES"];
     "End connections whose data stays unacknowledged for the time of all probes [default: false]"
         user_timeout_enabled: bool, ["USER_TIMEOUT_ENABLED"], switch "true";
+    "Call applications that want PROXY protocol headers on loopback, not on the pod's address [default: true]"
+        localhost_app_tunnel: bool, ["LOCALHOST_APP_TUNNEL"], switch "true";
+    "Tell HBONE callers of the workload that they have reached, and log what they tell of themselves [default: true]"
+        enable_response_baggage: bool, ["ENABLE_RESPONSE_BAGGAGE"], switch "true";
     "Time that connections get to end when the agent stops [default: 5s]"
         connection_termination_deadline: Span, ["CONNECTION_TERMINATION_DEADLINE"];
     "Kubernetes' grace period in seconds, from which the time above is taken if it is not given"

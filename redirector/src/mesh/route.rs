@@ -55,6 +55,8 @@ pub enum Route {
 /// An HBONE tunnel, and what to ask of its far end.
 #[derive(Debug, Clone)]
 pub struct HboneRoute {
+    /// The local pod's own workload.
+    pub caller: Arc<Workload>,
     /// The tunnel's far end: `podIP:15008`, or a waypoint's or network gateway's address and port.
     pub tunnel: SocketAddr,
     /// The workload there.
@@ -104,7 +106,7 @@ pub struct PlainRoute {
 /// Who calls.
 struct Caller<'a> {
     mesh: &'a Mesh,
-    source: &'a Workload,
+    source: &'a Arc<Workload>,
     /// The address that it calls from.
     client: IpAddr,
 }
@@ -176,7 +178,7 @@ pub fn outbound(
 
 /// To `target` itself.
 fn direct(
-    source: &Workload,
+    source: &Arc<Workload>,
     workload: Option<&Arc<Workload>>,
     target: SocketAddr,
     service: Option<&Arc<Service>>,
@@ -190,6 +192,7 @@ fn direct(
         // tunnel would be refused at the other end.
         Some(workload) if workload.protocol == Protocol::Hbone && target.port() != PORT_HBONE => {
             Ok(Route::Hbone(HboneRoute {
+                caller: Arc::clone(source),
                 tunnel: SocketAddr::new(target.ip(), PORT_HBONE),
                 far_end: Arc::clone(workload),
                 expected: expected(workload, service)?,
@@ -243,6 +246,7 @@ fn through_waypoint(
         match (address, called) {
             (Some(address), called) if workload.network == caller.source.network => {
                 Ok(Route::Hbone(HboneRoute {
+                    caller: Arc::clone(caller.source),
                     tunnel: SocketAddr::new(address, port),
                     far_end: Arc::clone(workload),
                     expected: expected(workload, chosen.service)?,
@@ -313,6 +317,7 @@ fn through_network_gateway(
         source: Box::new(source),
     })?;
     Ok(Route::Hbone(HboneRoute {
+        caller: Arc::clone(caller.source),
         tunnel,
         far_end: Arc::clone(far_end),
         expected,

@@ -48,7 +48,6 @@ pub(crate) trait Sink: Send {
     fn poll_refused(&mut self, cx: &mut Context<'_>, is_read: bool) -> Poll<Refused>;
 
     /// Hands over all of `chunk`.
-    #[cfg(test)]
     fn send(&mut self, mut chunk: Bytes) -> impl Future<Output = Result<(), Refused>> + Send {
         poll_fn(move |cx| self.poll_send(cx, &mut chunk))
     }

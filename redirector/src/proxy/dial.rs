@@ -96,6 +96,21 @@ pub(crate) async fn application(
     finish(pod, destination, connected)
 }
 
+/// A connection to the pod's application on loopback, from there: it is for applications that are told their clients by a PROXY
+/// protocol header. Loopback is nobody's to capture, and the lookup leaves it alone.
+pub(crate) async fn loopback(pod: &Pod, destination: SocketAddr) -> Result<TcpStream, Error> {
+    let options = socket::Application {
+        source: None,
+        mark: pod.shared.redirector.marks().application,
+        over_lo: false,
+    };
+    let make = || socket::application(destination.ip(), options);
+    let socket = in_pod(pod, make).map_err(|source| Error::Socket { destination, source })?;
+    let connected = socket::connect(socket, destination);
+    let after = pod.shared.config.connect_deadline;
+    finish(pod, destination, within(after, destination, connected).await)
+}
+
 fn in_pod(pod: &Pod, make: impl FnOnce() -> io::Result<Socket>) -> io::Result<Socket> {
     let socket = pod.netns.run(make)??;
     pod.shared.redirector.own_socket(socket.as_fd())?;

@@ -1,26 +1,34 @@
 //! 15008: HBONE from other pods. Mutual TLS, then any number of CONNECT requests, each a connection to the application that
 //! the pod's policies permit.
 
-use std::{io, net::SocketAddr, os::fd::AsFd, sync::Arc, time::Duration};
+use std::{
+    io,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
+    os::fd::AsFd,
+    sync::Arc,
+    time::Duration,
+};
 
-use http::StatusCode;
+use http::{HeaderMap, StatusCode};
 use tokio::{net::TcpStream, sync::Semaphore, time::timeout};
 use tokio_rustls::{TlsAcceptor, server::TlsStream};
 
 use super::{
-    Pod,
+    FORWARDED_NETWORK, Pod,
+    baggage::{BAGGAGE, Told},
     connections::{Admitted, Denied, Flow},
-    copy::Leg,
+    copy::{Leg, Refused, Sink},
     dial,
     hbone::server::{self, Connect},
-    record::{Direction, Reason, Record, Security},
+    proxy_protocol,
+    record::{Direction, Party, Reason, Record, Security},
     relay,
 };
 use crate::{
     identity::{self, tls},
     mesh::{
         index::Mesh,
-        route::{self, Refusal},
+        route::{self, Refusal, Upstream},
         spiffe::SpiffeId,
     },
     sys::socket,
@@ -51,8 +59,8 @@ enum Error {
     TooMany { max: usize },
     #[error("{max} connections of this peer are tunnelled to the pod already")]
     TooManyOfPeer { max: usize },
-    #[error("the application wants PROXY protocol headers, and these are not supported yet")]
-    ProxyProtocol,
+    #[error("the application did not take its PROXY protocol header")]
+    ProxyHeader(#[source] io::Error),
     #[error("the peer gave up before the application answered")]
     Abandoned,
     #[error(transparent)]
@@ -147,11 +155,7 @@ async fn request(pod: Arc<Pod>, tunnel: Arc<Tunnel>, mut connect: Connect) {
     let mut record = Record::new(pod.shared.metrics.clone(), Direction::Inbound, tunnel.peer);
     record.dst = Some(tunnel.local);
     record.hbone_dst = Some(connect.authority().to_owned());
-    record.source = pod
-        .mesh()
-        .workload_at(&pod.shared.config.network, tunnel.peer.ip())
-        .map(|workload| workload.as_ref().into())
-        .unwrap_or_default();
+    record.source = source(&pod, &tunnel, connect.headers());
     record.source.identity = Some(tunnel.identity.clone());
     record.destination = (&pod.info).into();
     record.destination.identity = Some(pod.identity.id().clone());
@@ -167,21 +171,59 @@ async fn request(pod: Arc<Pod>, tunnel: Arc<Tunnel>, mut connect: Connect) {
         connect.refuse(StatusCode::SERVICE_UNAVAILABLE);
         return record.refuse(Reason::streams, &Error::TooMany { max });
     };
-    let (application, admitted) = match application(&pod, &tunnel, &mut connect).await {
-        Ok((application, admitted)) => (Leg::new(application), admitted),
+    let (application, upstream, admitted) = match application(&pod, &tunnel, &mut connect).await {
+        Ok(found) => found,
         Err(error) => {
             connect.refuse(error.status());
             return record.fail(&error);
         }
     };
-    let mut stream = match connect.accept() {
+    let mut application = Leg::new(application);
+    let mut headers = HeaderMap::new();
+    if pod.shared.config.response_baggage
+        && let Some(own) = pod.baggage.header(&upstream.workload)
+    {
+        headers.insert(BAGGAGE, own);
+    }
+    let mut stream = match connect.accept(headers) {
         Ok(stream) => stream,
         Err(error) => return record.fail(&Error::Http2(error)),
     };
+    if let Some(destination) = upstream.proxied {
+        let header = proxy_protocol::header(tunnel.peer, destination, &tunnel.identity);
+        if let Err(refused) = application.split().1.send(header.into()).await {
+            stream.sink.reset().await;
+            let error = match refused {
+                Refused::Broken(error) => error,
+                Refused::Unwanted => io::ErrorKind::BrokenPipe.into(),
+            };
+            return record.fail(&Error::ProxyHeader(error));
+        }
+    }
     record.admitted = Some(admitted.entry());
     let stream = (&mut stream.source, &mut stream.sink);
     let relayed = relay::tunnelled(application, stream, record, pod.shared.config.tail_deadline);
     admitted.run(relayed).await;
+}
+
+/// Who calls, as far as that can be told. On another network addresses mean something else, and its own word is all there is.
+fn source(pod: &Pod, tunnel: &Tunnel, headers: &HeaderMap) -> Party {
+    let network = &pod.shared.config.network;
+    let is_foreign = headers
+        .get(FORWARDED_NETWORK)
+        .is_some_and(|other| other.as_bytes() != network.as_bytes());
+    if is_foreign {
+        let told = pod.shared.config.response_baggage.then(|| Told::by(headers));
+        return Party {
+            workload: told.and_then(|told| told.workload),
+            namespace: Some(tunnel.identity.namespace().to_owned()),
+            identity: None,
+        };
+    }
+    pod.mesh()
+        .workload_at(network, tunnel.peer.ip())
+        .map(|workload| workload.as_ref().into())
+        .unwrap_or_default()
 }
 
 /// The connection to the application that a request asks for, if the pod's policies permit it.
@@ -189,7 +231,7 @@ async fn application(
     pod: &Pod,
     tunnel: &Tunnel,
     connect: &mut Connect,
-) -> Result<(TcpStream, Admitted), Error> {
+) -> Result<(TcpStream, Upstream, Admitted), Error> {
     let decide = |mesh: &Mesh| route::inbound(mesh, pod.local(), tunnel.local.ip(), connect.authority());
     let decided = pod.settled(decide, Refusal::is_transient).await;
     let upstream = decided.map_err(|source| {
@@ -197,9 +239,6 @@ async fn application(
         let status = StatusCode::from_u16(source.status()).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
         Error::Refused { status, source }
     })?;
-    if upstream.proxied.is_some() {
-        return Err(Error::ProxyProtocol);
-    }
     // Always the pod itself: what the authority names beside the port has been judged.
     let destination = SocketAddr::new(tunnel.local.ip(), upstream.port);
     let flow = Flow {
@@ -208,14 +247,26 @@ async fn application(
         destination,
     };
     let admitted = pod.connections.admit(flow).map_err(Error::Denied)?;
+    let on_loopback = upstream.proxied.is_some() && pod.shared.config.loopback_application_tunnel;
+    let dialled = async {
+        if on_loopback {
+            let loopback: IpAddr = match tunnel.local.ip() {
+                IpAddr::V4(_) => Ipv4Addr::LOCALHOST.into(),
+                IpAddr::V6(_) => Ipv6Addr::LOCALHOST.into(),
+            };
+            dial::loopback(pod, SocketAddr::new(loopback, upstream.port)).await
+        } else {
+            dial::application(pod, tunnel.peer, destination).await
+        }
+    };
     let dialled = tokio::select! {
         // Both asked first: whoever sends requests and takes them back at once makes no connections.
         biased;
-        denied = admitted.revoked() => Err(Error::Denied(denied)),
-        _ = connect.abandoned() => Err(Error::Abandoned),
-        dialled = dial::application(pod, tunnel.peer, destination) => dialled.map_err(Error::Dial),
+        denied = admitted.revoked() => return Err(Error::Denied(denied)),
+        _ = connect.abandoned() => return Err(Error::Abandoned),
+        dialled = dialled => dialled.map_err(Error::Dial)?,
     };
-    Ok((dialled?, admitted))
+    Ok((dialled, upstream, admitted))
 }
 
 impl Error {

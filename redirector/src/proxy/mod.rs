@@ -10,6 +10,7 @@
 //! - `hbone`, `dial`, `copy`: tunnels, connections, and the bytes between them
 //! - `peers`: what one peer may have of a pod's proxy
 //! - `plaintext`: what must not be in plain, and what is
+//! - `baggage`, `proxy_protocol`: what is told of callers to other proxies, and to applications
 //! - `record`: counters and the access log
 
 use std::{
@@ -32,6 +33,7 @@ use tokio_util::{
 
 use self::{
     accept::Listener,
+    baggage::OwnBaggage,
     connections::Connections,
     dial::DialPorts,
     hbone::{pool::Pool, window::WindowBudget},
@@ -49,6 +51,7 @@ use crate::{
 };
 
 mod accept;
+mod baggage;
 mod connections;
 mod copy;
 mod dial;
@@ -58,6 +61,7 @@ mod outbound;
 mod passthrough;
 mod peers;
 mod plaintext;
+mod proxy_protocol;
 mod record;
 mod relay;
 
@@ -69,6 +73,9 @@ pub use self::{
     peers::PeerConfig,
     record::Metrics,
 };
+
+/// The header by which a caller on another network says which that is: its address means nothing here.
+const FORWARDED_NETWORK: &str = "x-forwarded-network";
 
 /// Settings of the data path.
 #[derive(Debug, Clone)]
@@ -92,6 +99,10 @@ pub struct Config {
     pub max_connections: usize,
     /// What one peer may have of them.
     pub peers: PeerConfig,
+    /// Whether applications that want PROXY protocol headers are called on loopback, rather than on the pod's address.
+    pub loopback_application_tunnel: bool,
+    /// Whether callers are told of the workload that they have reached, and what they tell of themselves is used in logs.
+    pub response_baggage: bool,
     /// When a silent peer is taken for gone.
     pub keepalive: Keepalive,
     /// HTTP/2.
@@ -111,6 +122,8 @@ impl Default for Config {
             mesh_deadline: Duration::from_secs(5),
             max_connections: 16_384,
             peers: PeerConfig::default(),
+            loopback_application_tunnel: true,
+            response_baggage: true,
             keepalive: Keepalive::default(),
             http2: Http2Config::default(),
             pool: PoolConfig::default(),
@@ -181,6 +194,7 @@ struct Pod {
     dial_ports: DialPorts,
     /// What comes in, under the pod's policies.
     connections: Arc<Connections>,
+    baggage: OwnBaggage,
     /// Bounds the connections that are tunnelled to the application.
     tunnelled: Arc<tokio::sync::Semaphore>,
     /// Bounds what each peer has of the pod.
@@ -246,6 +260,7 @@ impl PodProxy {
             ),
             inbound_windows: WindowBudget::new(&shared.config.http2),
             dial_ports: DialPorts::default(),
+            baggage: OwnBaggage::default(),
             tunnelled: Arc::new(tokio::sync::Semaphore::new(shared.config.max_connections)),
             tasks: TaskTracker::new(),
             tunnels,

@@ -5,25 +5,33 @@ use std::{
     io,
     net::{IpAddr, SocketAddr},
     os::fd::AsFd,
+    pin::pin,
     sync::Arc,
 };
 
-use http::{HeaderValue, Method, Request, Uri, Version};
+use http::{HeaderValue, Method, Request, Uri, Version, uri::Authority};
 use redirector_common::consts::PROXY_PORTS;
+use rustls::ClientConfig;
 use rustls_pki_types::ServerName;
-use tokio::{net::TcpStream, time::timeout};
+use tokio::{
+    io::{AsyncRead, AsyncWrite},
+    net::TcpStream,
+    time::timeout,
+};
 use tokio_rustls::{TlsConnector, client::TlsStream};
 
 use super::{
-    Pod,
+    FORWARDED_NETWORK, Pod,
+    baggage::{BAGGAGE, Told},
     copy::Leg,
     dial,
     hbone::{
-        client,
+        client::{self, Stream},
+        nested::{self, StreamIo},
         pool::{Dialled, Key},
     },
     plaintext,
-    record::{Direction, Reason, Record, Security},
+    record::{Direction, Party, Reason, Record, Security},
     relay,
 };
 use crate::{
@@ -31,7 +39,7 @@ use crate::{
     mesh::{
         index::Mesh,
         route::{self, HboneRoute, NoRoute, PlainRoute, Route},
-        workload::Workload,
+        spiffe::SpiffeId,
     },
     sys::socket,
 };
@@ -47,8 +55,19 @@ enum Error {
     NoRoute(#[source] NoRoute),
     #[error("{0} is a listener of the proxy itself")]
     Loop(SocketAddr),
-    #[error("{0} is on another network: tunnels through network gateways are not supported yet")]
-    OtherNetwork(String),
+    #[error("{authority:?} cannot be asked for over HTTP")]
+    Authority {
+        authority: String,
+        #[source]
+        source: http::uri::InvalidUri,
+    },
+    #[error("no tunnel to {authority} within the one to gateway {gateway}")]
+    Inner {
+        authority: String,
+        gateway: SocketAddr,
+        #[source]
+        source: Box<client::Error>,
+    },
     #[error("the application gave up before the connection stood")]
     Abandoned,
 }
@@ -81,9 +100,6 @@ pub(super) async fn connection(pod: Arc<Pod>, application: TcpStream, peer: Sock
         _ = application.broken() => return record.fail(&Error::Abandoned),
     };
     match decided {
-        Ok(Route::Hbone(route)) if route.inner.is_some() => {
-            record.fail(&Error::OtherNetwork(route.workload.uid.to_string()));
-        }
         Ok(Route::Hbone(route)) => hbone(&pod, application, peer, route, record).await,
         Ok(Route::Plain(route)) => plain(&pod, application, route, record).await,
         Err(error) => record.fail(&Error::NoRoute(error)),
@@ -126,16 +142,20 @@ async fn plain(pod: &Pod, application: Leg, route: PlainRoute, mut record: Recor
 }
 
 async fn hbone(pod: &Pod, application: Leg, peer: SocketAddr, route: HboneRoute, mut record: Record) {
-    let request = request(pod, peer, &route);
     record.dst = Some(route.tunnel);
     record.hbone_dst = Some(route.authority.to_string());
     record.source.identity = Some(pod.identity.id().clone());
     record.destination = route.workload.as_ref().into();
     record.service = route.service.clone();
     record.open(Security::mutual_tls);
+    let request = match request(pod, peer, &route) {
+        Ok(request) => request,
+        Err(error) => return record.fail(&error),
+    };
 
     let key = Key {
         source: pod.identity.id().clone(),
+        workload: route.far_end.uid.clone(),
         expected: route.expected.clone(),
         tunnel: route.tunnel,
     };
@@ -147,16 +167,81 @@ async fn hbone(pod: &Pod, application: Leg, peer: SocketAddr, route: HboneRoute,
         Ok(stream) => stream,
         Err(error) => return record.fail(&error),
     };
+    if let Some(expected) = &route.inner {
+        let opened = tokio::select! {
+            opened = within(pod, stream, request, &route, expected) => opened,
+            _ = application.broken() => return record.fail(&Error::Abandoned),
+        };
+        return match opened {
+            Ok((stream, driver)) => nested(pod, application, stream, driver, record).await,
+            Err(error) => record.fail(&error),
+        };
+    }
     record.destination.identity = stream.peer().cloned();
     let stream = (&mut stream.source, &mut stream.sink);
     relay::tunnelled(application, stream, record, pod.shared.config.tail_deadline).await;
 }
 
+/// A tunnel of its own to whom the gateway at the far end of `outer` has chosen, who must show one of the identities `expected`.
+async fn within(
+    pod: &Pod,
+    outer: Stream,
+    mut request: Request<()>,
+    route: &HboneRoute,
+    expected: &[SpiffeId],
+) -> Result<(Stream, nested::Driver), Error> {
+    let tunnel = route.tunnel;
+    let opened = async {
+        let config = client_config(pod, expected, tunnel).await?;
+        let dialled = handshake(pod, config, StreamIo::new(outer), tunnel).await?;
+        // A name that no header can hold leaves it out: then the source is looked up by its address, in vain.
+        if let Ok(network) = HeaderValue::try_from(&pod.shared.config.network) {
+            request.headers_mut().insert(FORWARDED_NETWORK, network);
+        }
+        pod.pool.open_alone(tunnel, request, dialled).await
+    };
+    opened.await.map_err(|source| Error::Inner {
+        authority: route.authority.to_string(),
+        gateway: tunnel,
+        source: Box::new(source),
+    })
+}
+
+/// Relays a connection whose tunnel is within another, and runs that tunnel to its end.
+async fn nested(
+    pod: &Pod,
+    application: Leg,
+    mut stream: Stream,
+    mut driver: nested::Driver,
+    mut record: Record,
+) {
+    // Nobody here knows more of the far end than it says itself.
+    let told = Told::by(&stream.headers);
+    record.destination = Party {
+        workload: told.workload,
+        namespace: told.namespace,
+        identity: stream.peer().cloned(),
+    };
+    let tail = pod.shared.config.tail_deadline;
+    let relayed = async {
+        relay::tunnelled(application, (&mut stream.source, &mut stream.sink), record, tail).await;
+        // The connection ends when the last that could use it is gone.
+        drop(stream);
+    };
+    let mut relayed = pin!(relayed);
+    tokio::select! {
+        () = &mut relayed => {
+            // Its last words: the end of the stream or its reset, of HTTP/2, of TLS, and of the stream below.
+            let _ = timeout(tail, driver).await;
+        }
+        () = &mut driver => relayed.await,
+    }
+}
+
 /// TCP and mutual TLS to a tunnel's far end.
 async fn dial_tunnel(pod: &Pod, route: &HboneRoute) -> Result<Dialled<TlsStream<TcpStream>>, client::Error> {
     let tunnel = route.tunnel;
-    let config = pod.identity.client_config(&route.expected).await;
-    let config = config.map_err(|source| client::Error::Identity { tunnel, source })?;
+    let config = client_config(pod, &route.expected, tunnel).await?;
     let tcp = dial::upstream(pod, tunnel).await.map_err(|error| match error {
         dial::Error::TimedOut { after, .. } => client::Error::ConnectTimeout { tunnel, after },
         source => client::Error::Connect { tunnel, source },
@@ -169,10 +254,30 @@ async fn dial_tunnel(pod: &Pod, route: &HboneRoute) -> Result<Dialled<TlsStream<
             source,
         },
     })?;
+    handshake(pod, config, tcp, tunnel).await
+}
+
+/// For a tunnel whose far end must show one of the identities `expected`.
+async fn client_config(
+    pod: &Pod,
+    expected: &[SpiffeId],
+    tunnel: SocketAddr,
+) -> Result<Arc<ClientConfig>, client::Error> {
+    let config = pod.identity.client_config(expected).await;
+    config.map_err(|source| client::Error::Identity { tunnel, source })
+}
+
+/// Mutual TLS with the far end of `io`.
+async fn handshake<IO: AsyncRead + AsyncWrite + Unpin>(
+    pod: &Pod,
+    config: Arc<ClientConfig>,
+    io: IO,
+    tunnel: SocketAddr,
+) -> Result<Dialled<TlsStream<IO>>, client::Error> {
     let after = pod.shared.config.pool.handshake_deadline;
     // An address is never sent as SNI; who the peer must be is in the configuration.
     let name = ServerName::IpAddress(tunnel.ip().into());
-    let io = timeout(after, TlsConnector::from(config).connect(name, tcp))
+    let io = timeout(after, TlsConnector::from(config).connect(name, io))
         .await
         .map_err(|_| client::Error::HandshakeTimeout { tunnel, after })?
         .map_err(|source| client::Error::Tls { tunnel, source })?;
@@ -181,33 +286,32 @@ async fn dial_tunnel(pod: &Pod, route: &HboneRoute) -> Result<Dialled<TlsStream<
 }
 
 /// The CONNECT request for a route.
-fn request(pod: &Pod, client: SocketAddr, route: &HboneRoute) -> Request<()> {
-    let mesh = pod.mesh();
-    let caller = mesh.pod(&pod.info.namespace, &pod.info.name);
+fn request(pod: &Pod, client: SocketAddr, route: &HboneRoute) -> Result<Request<()>, Error> {
     let host = route
         .service
         .as_ref()
         .map(|service| service.host.hostname.as_ref());
-    connect_request(
-        &route.authority.to_string(),
-        client,
-        host,
-        caller.map(AsRef::as_ref),
-    )
+    let baggage = pod.baggage.header(&route.caller);
+    connect_request(&route.authority.to_string(), client, host, baggage)
 }
 
 fn connect_request(
     authority: &str,
     client: SocketAddr,
     host: Option<&str>,
-    caller: Option<&Workload>,
-) -> Request<()> {
+    baggage: Option<HeaderValue>,
+) -> Result<Request<()>, Error> {
     let mut request = Request::new(());
     *request.method_mut() = Method::CONNECT;
     *request.version_mut() = Version::HTTP_2;
     // Only an authority: CONNECT has neither scheme nor path.
     *request.uri_mut() =
-        Uri::try_from(authority).expect("an address or a host name, with a port, is an authority");
+        Authority::try_from(authority)
+            .map(Uri::from)
+            .map_err(|source| Error::Authority {
+                authority: authority.to_owned(),
+                source,
+            })?;
     let forwarded = match host {
         Some(host) => format!("for=\"{client}\";host={host}"),
         None => format!("for=\"{client}\""),
@@ -217,72 +321,22 @@ fn connect_request(
         rand::random::<u128>().max(1),
         rand::random::<u64>().max(1)
     );
-    let baggage = caller.map(baggage).unwrap_or_default();
-    for (name, value) in [
-        ("forwarded", forwarded),
-        ("traceparent", trace),
-        ("baggage", baggage),
-    ] {
-        // Names from the mesh that cannot be in a header are left out: they serve labels only.
-        if let Ok(value) = HeaderValue::try_from(value)
-            && !value.is_empty()
-        {
-            request.headers_mut().insert(name, value);
+    let headers = request.headers_mut();
+    for (name, value) in [("forwarded", forwarded), ("traceparent", trace)] {
+        // A host name that cannot be in a header leaves it out: it serves logs only.
+        if let Ok(value) = HeaderValue::try_from(value) {
+            headers.insert(name, value);
         }
     }
-    request
-}
-
-/// Who calls, for the far end's labels.
-fn baggage(caller: &Workload) -> String {
-    let workload_key = format!("k8s.{}.name", caller.workload_type);
-    [
-        ("k8s.cluster.name", &caller.cluster_id),
-        ("k8s.namespace.name", &caller.namespace),
-        (workload_key.as_str(), &caller.workload_name),
-        ("service.name", &caller.canonical_name),
-        ("service.version", &caller.canonical_revision),
-    ]
-    .into_iter()
-    .filter(|(_, value)| !value.is_empty())
-    .map(|(key, value)| format!("{key}={value}"))
-    .collect::<Vec<_>>()
-    .join(",")
+    if let Some(baggage) = baggage {
+        headers.insert(BAGGAGE, baggage);
+    }
+    Ok(request)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn workload() -> Workload {
-        use crate::mesh::workload::{Protocol, WorkloadUid};
-        Workload {
-            uid: WorkloadUid("Kubernetes//Pod/shop/web-0".into()),
-            name: "web-0".into(),
-            namespace: "shop".into(),
-            trust_domain: "cluster.local".into(),
-            service_account: "web".into(),
-            addresses: Vec::new(),
-            hostname: "".into(),
-            network: "".into(),
-            protocol: Protocol::Hbone,
-            host_network: false,
-            node: "".into(),
-            locality: Default::default(),
-            cluster_id: "Kubernetes".into(),
-            waypoint: None,
-            network_gateway: None,
-            application_tunnel: None,
-            healthy: true,
-            capacity: 1,
-            services: Default::default(),
-            canonical_name: "web".into(),
-            canonical_revision: "".into(),
-            workload_name: "web".into(),
-            workload_type: "deployment",
-            authorization_policies: Vec::new(),
-        }
-    }
 
     #[test]
     fn the_request_has_an_authority_and_nothing_that_connect_forbids() {
@@ -291,6 +345,7 @@ mod tests {
             ("[fd00::1]:80", "[fd00::1]:80"),
         ] {
             let request = connect_request(authority, "10.1.9.9:4242".parse().unwrap(), None, None);
+            let request = request.unwrap();
             assert_eq!(request.method(), Method::CONNECT);
             assert_eq!(request.uri().authority().unwrap(), text);
             assert_eq!((request.uri().scheme(), request.uri().path()), (None, ""));
@@ -304,30 +359,37 @@ mod tests {
 
     #[test]
     fn the_request_says_who_calls_and_by_which_name() {
-        let host = Some("cart.shop.svc.cluster.local");
-        let caller = workload();
         let request = connect_request(
-            "[fd00::1]:80",
+            "cart.shop.svc.cluster.local:80",
             "[fd00::9]:4242".parse().unwrap(),
-            host,
-            Some(&caller),
+            Some("cart.shop.svc.cluster.local"),
+            Some(HeaderValue::from_static("k8s.namespace.name=shop")),
+        )
+        .unwrap();
+        assert_eq!(
+            request.uri().authority().unwrap(),
+            "cart.shop.svc.cluster.local:80"
         );
         assert_eq!(
             request.headers()["forwarded"],
             "for=\"[fd00::9]:4242\";host=cart.shop.svc.cluster.local"
         );
-        assert_eq!(
-            request.headers()["baggage"],
-            "k8s.cluster.name=Kubernetes,k8s.namespace.name=shop,k8s.deployment.name=web,service.name=web"
-        );
+        assert_eq!(request.headers()["baggage"], "k8s.namespace.name=shop");
     }
 
     #[test]
-    fn names_that_no_header_can_hold_are_left_out() {
-        let mut caller = workload();
-        caller.canonical_name = "we\nb".into();
-        let request = connect_request("10.1.2.3:80", "10.1.9.9:1".parse().unwrap(), None, Some(&caller));
-        assert!(!request.headers().contains_key("baggage"));
-        assert!(request.headers().contains_key("forwarded"));
+    fn names_that_no_header_can_hold_are_left_out_and_those_that_no_request_can_are_errors() {
+        let client = "10.1.9.9:1".parse().unwrap();
+        let request = connect_request("10.1.2.3:80", client, Some("we\nb"), None).unwrap();
+        assert!(!request.headers().contains_key("forwarded"));
+        for bad in ["we\nb:80", "a b:80", "a/b:80", ""] {
+            assert!(
+                matches!(
+                    connect_request(bad, client, None, None),
+                    Err(Error::Authority { .. })
+                ),
+                "{bad:?}"
+            );
+        }
     }
 }

@@ -3,7 +3,7 @@
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
-use http::{Method, Request};
+use http::{HeaderMap, Method, Request};
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 use rustls::{ClientConfig, RootCertStore, ServerConfig, server::WebPkiClientVerifier};
 use rustls_pki_types::{PrivateKeyDer, ServerName};
@@ -32,6 +32,7 @@ use crate::mesh::{
     index::Mesh,
     policy::{Action, Policy, Scope},
     testing::{info, policy_name},
+    workload::WorkloadUid,
 };
 
 const TAIL: Duration = Duration::from_secs(5);
@@ -119,6 +120,7 @@ impl Path {
                     let application = Leg::new(application);
                     let key = Key {
                         source: "spiffe://td/ns/a/sa/b".parse().unwrap(),
+                        workload: WorkloadUid("c//Pod/a/b-0".into()),
                         expected: Arc::new([]),
                         tunnel: tunnel_addr,
                     };
@@ -173,7 +175,7 @@ impl Path {
                             };
                             let admitted = connections.admit(flow).unwrap();
                             record.admitted = Some(admitted.entry());
-                            let mut stream = connect.accept().unwrap();
+                            let mut stream = connect.accept(HeaderMap::new()).unwrap();
                             let stream = (&mut stream.source, &mut stream.sink);
                             admitted
                                 .run(relay::tunnelled(application, stream, record, TAIL))

@@ -16,8 +16,10 @@ use crate::mesh::{
 };
 
 /// Where a tunnelled connection goes. It is always made to the pod itself.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Upstream {
+    /// The local pod's own workload.
+    pub workload: Arc<Workload>,
     /// The application's port.
     pub port: u16,
     /// For an application that wants a PROXY protocol header: the destination to name in it.
@@ -146,7 +148,11 @@ pub fn inbound(
     if PROXY_PORTS.contains(&port) {
         return Err(Refusal::ProxyPort(port));
     }
-    Ok(Upstream { port, proxied: named })
+    Ok(Upstream {
+        workload: Arc::clone(workload),
+        port,
+        proxied: named,
+    })
 }
 
 /// Addresses that mean something else to everybody, and so are nobody's to ask another for.

@@ -9,7 +9,7 @@ use std::{
 };
 
 use h2::{Reason, client::SendRequest};
-use http::{Request, StatusCode};
+use http::{HeaderMap, Request, StatusCode};
 use tokio::{
     io::{AsyncRead, AsyncWrite},
     sync::Notify,
@@ -164,6 +164,8 @@ impl Connection {
 pub(crate) struct Stream {
     pub(crate) source: H2Source,
     pub(crate) sink: H2Sink,
+    /// Those of the answer.
+    pub(crate) headers: HeaderMap,
     lease: Lease,
 }
 
@@ -205,9 +207,11 @@ impl Lease {
         if response.status() != StatusCode::OK {
             return Err(Error::Status(response.status()));
         }
+        let (answer, body) = response.into_parts();
         Ok(Stream {
-            source: H2Source(response.into_body()),
+            source: H2Source(body),
             sink: H2Sink::new(sink),
+            headers: answer.headers,
             lease: self,
         })
     }

@@ -3,6 +3,7 @@
 //! - [`stream`]: one tunnelled connection, as the two halves that `proxy::copy` takes
 //! - [`client`]: one HTTP/2 connection to a peer, and what can go wrong with it
 //! - [`pool`]: the HTTP/2 connections of a pod to its peers
+//! - [`nested`]: a connection to a peer within a stream of another
 //! - [`server`]: an HTTP/2 connection from a peer
 //!
 //! All take any byte stream, and leave TLS, identities and dialling to `proxy::outbound` and `proxy::inbound`.
@@ -13,6 +14,7 @@ use h2::{Ping, PingPong};
 use tokio::time::{sleep, timeout};
 
 pub(crate) mod client;
+pub(crate) mod nested;
 pub(crate) mod pool;
 pub(crate) mod server;
 pub(crate) mod stream;

@@ -25,9 +25,10 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use super::{
     Http2Config,
     client::{self, Connection, Driver, Error, Lease, Stream},
+    nested,
     window::WindowBudget,
 };
-use crate::mesh::spiffe::SpiffeId;
+use crate::mesh::{spiffe::SpiffeId, workload::WorkloadUid};
 
 /// Settings of the pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -57,11 +58,17 @@ impl Default for PoolConfig {
     }
 }
 
-/// Which connections are alike: same caller, same wanted identities, same place. An address alone is not a peer: it may belong
-/// to another pod by now.
+/// Which connections are alike: same caller, same wanted identities, same workload, same place. An address alone is not a peer:
+/// it may belong to another pod by now, even to one of the same identity, and the connections to the one before it may not have
+/// noticed.
+///
+/// Istio's proxy has the caller's address in the key too. Here each pod has a pool of its own, and dials from its own
+/// namespace, where the kernel takes the source address that leads to the tunnel's: the rest of the key says it already.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) struct Key {
     pub(crate) source: SpiffeId,
+    /// Who is at the far end: the pod, the waypoint, or the gateway.
+    pub(crate) workload: WorkloadUid,
     /// In order: the order is the route's, and the same route makes the same.
     pub(crate) expected: Arc<[SpiffeId]>,
     pub(crate) tunnel: SocketAddr,
@@ -154,6 +161,20 @@ impl Pool {
             }
             result => result.map_err(Arc::new),
         }
+    }
+
+    /// Opens a stream of its own connection, which `dialled` leads to and nobody else uses. The caller runs the driver.
+    pub(crate) async fn open_alone<IO>(
+        &self,
+        tunnel: SocketAddr,
+        request: Request<()>,
+        dialled: Dialled<IO>,
+    ) -> Result<(Stream, nested::Driver), Error>
+    where
+        IO: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    {
+        let window = self.windows.share();
+        nested::open(dialled, tunnel, request, self.http2, window, self.config).await
     }
 
     /// A lease on a connection with a number of at least `oldest`, and whether it was made for this call.

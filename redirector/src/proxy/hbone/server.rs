@@ -13,7 +13,7 @@ use h2::{
     Reason, RecvStream,
     server::{Builder, SendResponse},
 };
-use http::{Method, Response, StatusCode};
+use http::{HeaderMap, Method, Response, StatusCode};
 use tokio::{
     io::{AsyncRead, AsyncWrite},
     time::timeout,
@@ -45,6 +45,7 @@ pub(crate) enum Error {
 #[derive(Debug)]
 pub(crate) struct Connect {
     authority: String,
+    headers: HeaderMap,
     respond: SendResponse<Queued>,
     body: RecvStream,
     open: Open,
@@ -74,11 +75,18 @@ impl Connect {
         &self.authority
     }
 
-    /// Answers 200: the connection to the application stands.
-    pub(crate) fn accept(mut self) -> Result<Stream, Error> {
+    /// Those of the request.
+    pub(crate) fn headers(&self) -> &HeaderMap {
+        &self.headers
+    }
+
+    /// Answers 200: the connection to the application stands. With these headers.
+    pub(crate) fn accept(mut self, headers: HeaderMap) -> Result<Stream, Error> {
+        let mut response = Response::new(());
+        *response.headers_mut() = headers;
         let sink = self
             .respond
-            .send_response(Response::new(()), false)
+            .send_response(response, false)
             .map_err(Error::Http2)?;
         Ok(Stream {
             source: H2Source(self.body),
@@ -166,6 +174,7 @@ where
             .map(|authority| authority.as_str().to_owned());
         let connect = Connect {
             authority: authority.unwrap_or_default(),
+            headers: request.headers,
             respond,
             body,
             open: Open(open.clone()),

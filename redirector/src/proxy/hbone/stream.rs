@@ -83,7 +83,7 @@ impl H2Sink {
         }
     }
 
-    fn queue(&mut self, bytes: Bytes, end: bool) -> Result<(), Refused> {
+    pub(super) fn queue(&mut self, bytes: Bytes, end: bool) -> Result<(), Refused> {
         let queued = Queued {
             bytes,
             _queued: self.queued.clone(),
@@ -116,7 +116,11 @@ impl H2Sink {
 
     /// Waits for room for some of `bytes`. Asks for no more than is at hand: what a stream is granted of the connection's
     /// window and does not use is missing to the others.
-    fn poll_capacity(&mut self, cx: &mut Context<'_>, bytes: usize) -> Poll<Result<usize, Refused>> {
+    pub(super) fn poll_capacity(
+        &mut self,
+        cx: &mut Context<'_>,
+        bytes: usize,
+    ) -> Poll<Result<usize, Refused>> {
         self.stream.reserve_capacity(bytes);
         loop {
             // Asked first: what was granted before is not announced again.

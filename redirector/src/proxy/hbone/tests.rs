@@ -10,7 +10,7 @@ use std::{
 };
 
 use bytes::Bytes;
-use http::{Method, Request, StatusCode};
+use http::{HeaderMap, Method, Request, StatusCode};
 use tokio::{io::DuplexStream, task::JoinHandle};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
@@ -21,10 +21,14 @@ use super::{
     window::WindowBudget,
     *,
 };
-use crate::proxy::copy::{Refused, Sink, Source};
+use crate::{
+    mesh::workload::WorkloadUid,
+    proxy::copy::{Refused, Sink, Source},
+};
 
 mod faults;
 mod hostile;
+mod nested;
 mod sharing;
 
 const TUNNEL: &str = "10.1.2.3:15008";
@@ -118,6 +122,7 @@ impl World {
 fn key() -> Key {
     Key {
         source: "spiffe://td/ns/shop/sa/web".parse().unwrap(),
+        workload: WorkloadUid("c//Pod/shop/cart-0".into()),
         expected: ["spiffe://td/ns/shop/sa/cart".parse().unwrap()].into(),
         tunnel: TUNNEL.parse().unwrap(),
     }
@@ -134,7 +139,7 @@ fn request(authority: &str) -> Request<()> {
 /// Answers 200 and sends back what comes, then the end.
 fn echo(connect: Connect) {
     tokio::spawn(async move {
-        let mut stream = connect.accept().unwrap();
+        let mut stream = connect.accept(HeaderMap::new()).unwrap();
         while let Ok(Some(chunk)) = stream.source.chunk().await {
             if stream.sink.send(chunk).await.is_err() {
                 return;
@@ -185,7 +190,7 @@ async fn bytes_and_ends_go_both_ways() {
     let world = World::new(Http2Config::default(), PoolConfig::default(), move |connect| {
         let heard = heard.clone();
         tokio::spawn(async move {
-            let mut stream = connect.accept().unwrap();
+            let mut stream = connect.accept(HeaderMap::new()).unwrap();
             stream.sink.send(Bytes::from_static(b"220 ready")).await.unwrap();
             stream.sink.finish().unwrap();
             heard.send(read_all(&mut stream.source).await).await.unwrap();
@@ -294,7 +299,9 @@ fn stall() -> impl Fn(Connect) + Send + Sync + 'static {
         if connect.authority().ends_with(":80") {
             echo(connect);
         } else {
-            kept.lock().unwrap().push(connect.accept().unwrap());
+            kept.lock()
+                .unwrap()
+                .push(connect.accept(HeaderMap::new()).unwrap());
         }
     }
 }
@@ -336,7 +343,7 @@ async fn streams_that_the_client_does_not_read_do_not_stop_others() {
             return echo(connect);
         }
         tokio::spawn(async move {
-            let mut stream = connect.accept().unwrap();
+            let mut stream = connect.accept(HeaderMap::new()).unwrap();
             fill(&mut stream.sink).await;
             std::future::pending::<()>().await;
         });
@@ -357,11 +364,11 @@ async fn cancelled_streams_give_their_window_back() {
         match connect.authority().rsplit(':').next().unwrap() {
             "80" => echo(connect),
             "81" => drop(tokio::spawn(async move {
-                let mut stream = connect.accept().unwrap();
+                let mut stream = connect.accept(HeaderMap::new()).unwrap();
                 while stream.sink.send(Bytes::from_static(&[7; 4096])).await.is_ok() {}
             })),
             _ => drop(tokio::spawn(async move {
-                let _stream = connect.accept().unwrap();
+                let _stream = connect.accept(HeaderMap::new()).unwrap();
                 sleep(Duration::from_secs(6)).await;
             })),
         }
@@ -384,7 +391,7 @@ async fn a_stream_cut_short_is_reset_after_what_was_sent() {
     let world = World::new(Http2Config::default(), PoolConfig::default(), move |connect| {
         let ends = ends.clone();
         tokio::spawn(async move {
-            let mut stream = connect.accept().unwrap();
+            let mut stream = connect.accept(HeaderMap::new()).unwrap();
             let word = stream.source.chunk().await.unwrap().unwrap();
             stream.sink.send(Bytes::from_static(b"last words")).await.unwrap();
             if *word == *b"read" {
@@ -431,7 +438,7 @@ async fn a_stream_cut_short_is_reset_after_what_was_sent() {
 async fn a_far_end_that_has_heard_enough_is_no_error() {
     let world = World::new(Http2Config::default(), PoolConfig::default(), |connect| {
         tokio::spawn(async move {
-            let mut stream = connect.accept().unwrap();
+            let mut stream = connect.accept(HeaderMap::new()).unwrap();
             stream.sink.send(Bytes::from_static(b"answer")).await.unwrap();
             // Dropped with its own direction ended: RST_STREAM(NO_ERROR).
             stream.sink.finish().unwrap();

@@ -284,7 +284,9 @@ async fn hear(source: &mut impl Source, mut on_chunk: impl FnMut(Bytes)) -> Hear
 
 /// Sends back what comes, and keeps it.
 async fn echo_heard(connect: Connect, log: Arc<Mutex<Vec<Heard>>>) {
-    let Ok(mut stream) = connect.accept() else { return };
+    let Ok(mut stream) = connect.accept(HeaderMap::new()) else {
+        return;
+    };
     let (sender, mut queue) = tokio::sync::mpsc::unbounded_channel();
     let (source, sink) = (&mut stream.source, &mut stream.sink);
     let back = async {

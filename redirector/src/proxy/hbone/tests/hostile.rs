@@ -187,7 +187,9 @@ async fn hears<T>(
 }
 
 async fn application(connect: Connect, stalled: bool) {
-    let Ok(mut stream) = connect.accept() else { return };
+    let Ok(mut stream) = connect.accept(HeaderMap::new()) else {
+        return;
+    };
     if stalled {
         stream.sink.refused().await;
         return;

@@ -42,12 +42,13 @@ async fn fewer_streams_than_ours_are_kept_to_once_the_peer_says_so() {
 }
 
 #[tokio::test]
-async fn other_identities_or_places_are_other_connections() {
+async fn other_identities_workloads_or_places_are_other_connections() {
     let world = World::new(Http2Config::default(), PoolConfig::default(), echo);
-    let mut keys = vec![key(); 4];
+    let mut keys = vec![key(); 5];
     keys[1].source = "spiffe://td/ns/shop/sa/other".parse().unwrap();
     keys[2].expected = ["spiffe://td/ns/shop/sa/other".parse().unwrap()].into();
     keys[3].tunnel = "10.1.2.4:15008".parse().unwrap();
+    keys[4].workload = WorkloadUid("c//Pod/shop/cart-1".into());
     for round in 1..=2 {
         for key in &keys {
             world
@@ -56,7 +57,7 @@ async fn other_identities_or_places_are_other_connections() {
                 .await
                 .unwrap();
         }
-        assert_eq!(world.dials(), 4, "round {round}");
+        assert_eq!(world.dials(), 5, "round {round}");
     }
 }
 
