@@ -9,6 +9,7 @@ use std::{
     time::Duration,
 };
 
+use futures_util::FutureExt;
 use tokio::{
     net::{TcpListener, TcpStream},
     sync::Semaphore,
@@ -75,10 +76,8 @@ async fn accept<F>(
                     continue;
                 }
                 let task = connection(pod.clone(), stream, socket::canonical(peer));
-                pod.spawn(async move {
-                    let _permit = permit;
-                    task.await;
-                });
+                // Not an async block: it would hold the task twice, as what it captured and as what it awaits.
+                pod.spawn(task.map(move |()| drop(permit)));
             }
             Err(error) => {
                 let pause = back_off.after(&error);

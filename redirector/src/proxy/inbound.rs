@@ -152,12 +152,16 @@ async fn accept(
 
 /// Serves one CONNECT request to the end of its connection.
 async fn request(pod: Arc<Pod>, tunnel: Arc<Tunnel>, mut connect: Connect) {
-    let mut record = Record::new(pod.shared.metrics.clone(), Direction::Inbound, tunnel.peer);
+    let mut record = Box::new(Record::new(
+        pod.shared.metrics.clone(),
+        Direction::Inbound,
+        tunnel.peer,
+    ));
     record.dst = Some(tunnel.local);
     record.hbone_dst = Some(connect.authority().to_owned());
     record.source = source(&pod, &tunnel, connect.headers());
     record.source.identity = Some(tunnel.identity.clone());
-    record.destination = (&pod.info).into();
+    record.destination = pod.party.clone();
     record.destination.identity = Some(pod.identity.id().clone());
     record.open(Security::mutual_tls);
 
@@ -171,7 +175,7 @@ async fn request(pod: Arc<Pod>, tunnel: Arc<Tunnel>, mut connect: Connect) {
         connect.refuse(StatusCode::SERVICE_UNAVAILABLE);
         return record.refuse(Reason::streams, &Error::TooMany { max });
     };
-    let (application, upstream, admitted) = match application(&pod, &tunnel, &mut connect).await {
+    let (application, upstream, admitted) = match Box::pin(application(&pod, &tunnel, &mut connect)).await {
         Ok(found) => found,
         Err(error) => {
             connect.refuse(error.status());
@@ -215,8 +219,8 @@ fn source(pod: &Pod, tunnel: &Tunnel, headers: &HeaderMap) -> Party {
     if is_foreign {
         let told = pod.shared.config.response_baggage.then(|| Told::by(headers));
         return Party {
-            workload: told.and_then(|told| told.workload),
-            namespace: Some(tunnel.identity.namespace().to_owned()),
+            workload: told.and_then(|told| told.workload).map(Into::into),
+            namespace: Some(tunnel.identity.namespace().into()),
             identity: None,
         };
     }

@@ -39,6 +39,7 @@ use self::{
     hbone::{pool::Pool, window::WindowBudget},
     peers::Peers,
     plaintext::Plaintext,
+    record::Party,
 };
 use crate::{
     identity::store::{Held, Store},
@@ -184,6 +185,8 @@ pub struct StartError {
 struct Pod {
     shared: Arc<Shared>,
     info: PodInfo,
+    /// Who it is, in records.
+    party: Party,
     identity: Held,
     netns: Arc<Netns>,
     /// For the windows of the tunnels that come in.
@@ -249,6 +252,7 @@ impl PodProxy {
             connections,
             peers: Peers::new(shared.config.peers),
             plaintext: Arc::new(Plaintext::new(shared.metrics.clone(), &info, strict)),
+            party: (&info).into(),
             info,
             identity,
             netns,
@@ -333,8 +337,8 @@ impl Pod {
     /// Runs `task` until it ends or the pod's connections are killed. A panic ends that task alone.
     fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
         let kill = self.kill.clone();
-        // Not an async block: it would hold the task twice, as what it captured and as what it awaits.
-        self.tasks.spawn(kill.run_until_cancelled_owned(task));
+        // Boxed, or it would be held several times: as what is captured, and as what is awaited.
+        self.tasks.spawn(kill.run_until_cancelled_owned(Box::pin(task)));
     }
 
     fn local(&self) -> Local<'_> {

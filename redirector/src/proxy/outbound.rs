@@ -7,9 +7,10 @@ use std::{
     os::fd::AsFd,
     pin::pin,
     sync::Arc,
+    time::Duration,
 };
 
-use http::{HeaderValue, Method, Request, Uri, Version, uri::Authority};
+use http::{HeaderMap, HeaderValue, Method, Request, Uri, Version, uri::Authority};
 use redirector_common::consts::PROXY_PORTS;
 use rustls::ClientConfig;
 use rustls_pki_types::ServerName;
@@ -68,25 +69,65 @@ enum Error {
         #[source]
         source: Box<client::Error>,
     },
+    #[error(transparent)]
+    Plaintext(#[from] plaintext::Refused),
+    #[error(transparent)]
+    Dial(#[from] dial::Error),
+    #[error(transparent)]
+    Tunnel(#[from] Arc<client::Error>),
     #[error("the application gave up before the connection stood")]
     Abandoned,
+}
+
+/// What the application is connected to.
+enum Way {
+    /// Somebody over TCP; and whether that is over a wire.
+    Plain { upstream: Leg, on_wire: bool },
+    /// Somebody at the far end of a tunnel.
+    Tunnel(Stream),
+    /// Somebody at the far end of a tunnel within another.
+    Nested(Stream, nested::Driver),
 }
 
 /// Serves one accepted connection to its end. Whatever goes wrong, the application's leg is reset when it is dropped.
 pub(super) async fn connection(pod: Arc<Pod>, application: TcpStream, peer: SocketAddr) {
     let application = Leg::new(application);
-    let mut record = Record::new(pod.shared.metrics.clone(), Direction::Outbound, peer);
+    let mut record = Box::new(Record::new(pod.shared.metrics.clone(), Direction::Outbound, peer));
+    // Boxed, since it takes many times what lives as long as the connection.
+    let opened = Box::pin(async {
+        tokio::select! {
+            opened = open(&pod, &application, peer, &mut record) => opened,
+            _ = application.broken() => Err(Error::Abandoned),
+        }
+    });
+    let tail = pod.shared.config.tail_deadline;
+    match opened.await {
+        Ok(Way::Tunnel(mut stream)) => {
+            relay::tunnelled(application, (&mut stream.source, &mut stream.sink), record, tail).await;
+        }
+        Ok(Way::Nested(stream, driver)) => {
+            Box::pin(nested(application, stream, driver, record, tail)).await;
+        }
+        Ok(Way::Plain { upstream, on_wire }) => {
+            let relayed = relay::plain(application, upstream, record, tail);
+            Box::pin(pod.plaintext.unless_refused(on_wire, relayed)).await;
+        }
+        Err(Error::Plaintext(refused)) => record.refuse(Reason::plaintext, &refused),
+        Err(error) => record.fail(&error),
+    }
+}
+
+/// Finds out where the connection goes, and opens the way there.
+async fn open(pod: &Pod, application: &Leg, peer: SocketAddr, record: &mut Record) -> Result<Way, Error> {
     // The listener is open to all that reach the pod; the pod's identity is for the pod alone, and those for whom it answers.
     let rerouted = || pod.shared.redirector.is_rerouted(application.as_fd());
     if !pod.has_address(peer.ip()) && !rerouted().unwrap_or(false) {
-        return record.fail(&Error::Stranger(peer));
+        return Err(Error::Stranger(peer));
     }
-    let destination = match pod.shared.redirector.original_dst(application.as_fd()) {
-        Ok(destination) => destination,
-        Err(error) => return record.fail(&Error::OriginalDst(error)),
-    };
+    let destination = pod.shared.redirector.original_dst(application.as_fd());
+    let destination = destination.map_err(Error::OriginalDst)?;
     record.dst = Some(destination);
-    record.source = (&pod.info).into();
+    record.source = pod.party.clone();
     let mut choose = |weights: u64| {
         if weights == 0 {
             0
@@ -95,18 +136,14 @@ pub(super) async fn connection(pod: Arc<Pod>, application: TcpStream, peer: Sock
         }
     };
     let decide = |mesh: &Mesh| route::outbound(mesh, pod.local(), peer.ip(), destination, &mut choose);
-    let decided = tokio::select! {
-        decided = pod.settled(decide, NoRoute::is_transient) => decided,
-        _ = application.broken() => return record.fail(&Error::Abandoned),
-    };
-    match decided {
-        Ok(Route::Hbone(route)) => hbone(&pod, application, peer, route, record).await,
-        Ok(Route::Plain(route)) => plain(&pod, application, route, record).await,
-        Err(error) => record.fail(&Error::NoRoute(error)),
+    match pod.settled(decide, NoRoute::is_transient).await {
+        Ok(Route::Hbone(route)) => hbone(pod, peer, route, record).await,
+        Ok(Route::Plain(route)) => plain(pod, route, record).await,
+        Err(error) => Err(Error::NoRoute(error)),
     }
 }
 
-async fn plain(pod: &Pod, application: Leg, route: PlainRoute, mut record: Record) {
+async fn plain(pod: &Pod, route: PlainRoute, record: &mut Record) -> Result<Way, Error> {
     let target = route.target;
     record.dst = Some(target);
     record.service = route.service;
@@ -114,72 +151,51 @@ async fn plain(pod: &Pod, application: Leg, route: PlainRoute, mut record: Recor
     // It would reach this very listener, and so on until the files run out. Ports first: they are cheaper to compare.
     let is_here = |ip: IpAddr| ip.is_loopback() || ip.is_unspecified() || pod.has_address(ip);
     if PROXY_PORTS.contains(&target.port()) && is_here(target.ip()) {
-        return record.fail(&Error::Loop(target));
+        return Err(Error::Loop(target));
     }
     let on_wire = !pod.is_self(target.ip());
     if on_wire && pod.plaintext.is_refused() {
-        return record.refuse(Reason::plaintext, &plaintext::Refused);
+        return Err(plaintext::Refused.into());
     }
     record.plain = on_wire.then(|| pod.plaintext.clone());
     record.open(Security::unknown);
-    let carried = async {
-        let dialled = tokio::select! {
-            dialled = dial::upstream(pod, target) => dialled,
-            _ = application.broken() => return record.fail(&Error::Abandoned),
-        };
-        let upstream = match dialled {
-            Ok(upstream) => Leg::new(upstream),
-            Err(error) => return record.fail(&error),
-        };
-        relay::plain(application, upstream, record, pod.shared.config.tail_deadline).await;
-    };
     tokio::select! {
         biased;
-        // Both legs are reset, and the record says why.
-        () = pod.plaintext.refused(), if on_wire => {}
-        () = carried => {}
+        () = pod.plaintext.refused(), if on_wire => Err(plaintext::Refused.into()),
+        dialled = dial::upstream(pod, target) => Ok(Way::Plain { upstream: Leg::new(dialled?), on_wire }),
     }
 }
 
-async fn hbone(pod: &Pod, application: Leg, peer: SocketAddr, route: HboneRoute, mut record: Record) {
+async fn hbone(pod: &Pod, peer: SocketAddr, route: HboneRoute, record: &mut Record) -> Result<Way, Error> {
     record.dst = Some(route.tunnel);
     record.hbone_dst = Some(route.authority.to_string());
     record.source.identity = Some(pod.identity.id().clone());
     record.destination = route.workload.as_ref().into();
     record.service = route.service.clone();
     record.open(Security::mutual_tls);
-    let request = match request(pod, peer, &route) {
-        Ok(request) => request,
-        Err(error) => return record.fail(&error),
-    };
-
+    let request = request(pod, peer, &route)?;
     let key = Key {
         source: pod.identity.id().clone(),
         workload: route.far_end.uid.clone(),
         expected: route.expected.clone(),
         tunnel: route.tunnel,
     };
-    let opened = tokio::select! {
-        opened = pod.pool.open(&key, &request, || dial_tunnel(pod, &route)) => opened,
-        _ = application.broken() => return record.fail(&Error::Abandoned),
+    let mut stream = pod.pool.open(&key, &request, || dial_tunnel(pod, &route)).await?;
+    let Some(expected) = &route.inner else {
+        // They would be held as long as the connection, and tell nothing that is not known.
+        stream.headers = HeaderMap::new();
+        record.destination.identity = stream.peer().cloned();
+        return Ok(Way::Tunnel(stream));
     };
-    let mut stream = match opened {
-        Ok(stream) => stream,
-        Err(error) => return record.fail(&error),
+    let (stream, driver) = within(pod, stream, request, &route, expected).await?;
+    // Nobody here knows more of the far end than it says itself.
+    let told = Told::by(&stream.headers);
+    record.destination = Party {
+        workload: told.workload.map(Into::into),
+        namespace: told.namespace.map(Into::into),
+        identity: stream.peer().cloned(),
     };
-    if let Some(expected) = &route.inner {
-        let opened = tokio::select! {
-            opened = within(pod, stream, request, &route, expected) => opened,
-            _ = application.broken() => return record.fail(&Error::Abandoned),
-        };
-        return match opened {
-            Ok((stream, driver)) => nested(pod, application, stream, driver, record).await,
-            Err(error) => record.fail(&error),
-        };
-    }
-    record.destination.identity = stream.peer().cloned();
-    let stream = (&mut stream.source, &mut stream.sink);
-    relay::tunnelled(application, stream, record, pod.shared.config.tail_deadline).await;
+    Ok(Way::Nested(stream, driver))
 }
 
 /// A tunnel of its own to whom the gateway at the far end of `outer` has chosen, who must show one of the identities `expected`.
@@ -209,20 +225,12 @@ async fn within(
 
 /// Relays a connection whose tunnel is within another, and runs that tunnel to its end.
 async fn nested(
-    pod: &Pod,
     application: Leg,
     mut stream: Stream,
     mut driver: nested::Driver,
-    mut record: Record,
+    record: Box<Record>,
+    tail: Duration,
 ) {
-    // Nobody here knows more of the far end than it says itself.
-    let told = Told::by(&stream.headers);
-    record.destination = Party {
-        workload: told.workload,
-        namespace: told.namespace,
-        identity: stream.peer().cloned(),
-    };
-    let tail = pod.shared.config.tail_deadline;
     let relayed = async {
         relay::tunnelled(application, (&mut stream.source, &mut stream.sink), record, tail).await;
         // The connection ends when the last that could use it is gone.

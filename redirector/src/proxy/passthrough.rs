@@ -7,7 +7,7 @@ use tokio::net::TcpStream;
 
 use super::{
     Pod,
-    connections::{Denied, Flow},
+    connections::{Admitted, Denied, Flow},
     copy::Leg,
     dial, plaintext,
     record::{Direction, Reason, Record, Security},
@@ -15,13 +15,19 @@ use super::{
 };
 use crate::mesh::{index::Mesh, route};
 
-/// Why a connection is refused, whatever the pod's policies say.
+/// Why a connection is refused.
 #[derive(Debug, thiserror::Error)]
 enum Refused {
     #[error("cannot tell where the connection was going")]
     OriginalDst(#[source] io::Error),
     #[error("{0} is a port of the proxy itself")]
     ProxyPort(SocketAddr),
+    #[error(transparent)]
+    Plaintext(#[from] plaintext::Refused),
+    #[error(transparent)]
+    Denied(#[from] Denied),
+    #[error(transparent)]
+    Dial(#[from] dial::Error),
 }
 
 /// Serves one accepted connection to its end.
@@ -34,24 +40,41 @@ pub(super) async fn connection(pod: Arc<Pod>, client: TcpStream, peer: SocketAdd
             .refuse(&pod.info.uid, metrics, Reason::plain_connections, &client, peer);
     };
     let client = Leg::new(client);
-    let mut record = Record::new(pod.shared.metrics.clone(), Direction::Inbound, peer);
-    let destination = match pod.shared.redirector.original_dst(client.as_fd()) {
-        Ok(destination) => destination,
-        Err(error) => return record.fail(&Refused::OriginalDst(error)),
+    let mut record = Box::new(Record::new(pod.shared.metrics.clone(), Direction::Inbound, peer));
+    let on_wire = !pod.is_self(peer.ip());
+    // Boxed, since it takes many times what lives as long as the connection. Dropped, the client's leg is reset: refused, as
+    // without a proxy.
+    let (application, admitted) = match Box::pin(open(&pod, &client, peer, on_wire, &mut record)).await {
+        Ok(opened) => opened,
+        Err(Refused::Plaintext(refused)) => return record.refuse(Reason::plaintext, &refused),
+        Err(error) => return record.fail(&error),
     };
+    let relayed = relay::plain(application, client, record, pod.shared.config.tail_deadline);
+    pod.plaintext.unless_refused(on_wire, admitted.run(relayed)).await;
+}
+
+/// The connection to the application, if it may be.
+async fn open(
+    pod: &Pod,
+    client: &Leg,
+    peer: SocketAddr,
+    on_wire: bool,
+    record: &mut Record,
+) -> Result<(Leg, Admitted), Refused> {
+    let destination = pod.shared.redirector.original_dst(client.as_fd());
+    let destination = destination.map_err(Refused::OriginalDst)?;
     record.dst = Some(destination);
     if !route::passthrough_allowed(destination) {
-        return record.fail(&Refused::ProxyPort(destination));
+        return Err(Refused::ProxyPort(destination));
     }
     record.source = pod
         .mesh()
         .workload_at(&pod.shared.config.network, peer.ip())
         .map(|workload| workload.as_ref().into())
         .unwrap_or_default();
-    record.destination = (&pod.info).into();
-    let on_wire = !pod.is_self(peer.ip());
+    record.destination = pod.party.clone();
     if on_wire && pod.plaintext.is_refused() {
-        return record.refuse(Reason::plaintext, &plaintext::Refused);
+        return Err(plaintext::Refused.into());
     }
     record.plain = on_wire.then(|| pod.plaintext.clone());
     record.open(Security::unknown);
@@ -63,30 +86,13 @@ pub(super) async fn connection(pod: Arc<Pod>, client: TcpStream, peer: SocketAdd
         destination,
     };
     let admit = |_: &Mesh| pod.connections.admit(flow.clone());
-    let admitted = match pod.settled(admit, Denied::is_transient).await {
-        Ok(admitted) => admitted,
-        // Dropped, the client's leg is reset.
-        Err(denied) => return record.fail(&denied),
-    };
-    let carried = async {
-        let dialled = tokio::select! {
-            biased;
-            denied = admitted.revoked() => return record.fail(&denied),
-            dialled = dial::application(&pod, peer, destination) => dialled,
-        };
-        let application = match dialled {
-            Ok(application) => Leg::new(application),
-            // Refused, as without a proxy.
-            Err(error) => return record.fail(&error),
-        };
-        record.admitted = Some(admitted.entry());
-        let relayed = relay::plain(application, client, record, pod.shared.config.tail_deadline);
-        admitted.run(relayed).await;
-    };
-    tokio::select! {
+    let admitted = pod.settled(admit, Denied::is_transient).await?;
+    let dialled = tokio::select! {
         biased;
-        // Both legs are reset, and the record says why.
-        () = pod.plaintext.refused(), if on_wire => {}
-        () = carried => {}
-    }
+        () = pod.plaintext.refused(), if on_wire => return Err(plaintext::Refused.into()),
+        denied = admitted.revoked() => return Err(denied.into()),
+        dialled = dial::application(pod, peer, destination) => dialled?,
+    };
+    record.admitted = Some(admitted.entry());
+    Ok((Leg::new(dialled), admitted))
 }

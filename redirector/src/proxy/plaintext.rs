@@ -143,6 +143,16 @@ impl Plaintext {
         let _ = strict.wait_for(|&strict| strict).await;
     }
 
+    /// Runs `connection` to its end. One that is `on_wire` is dropped when it is refused: what it holds, its legs and its record,
+    /// must say so then.
+    pub(super) async fn unless_refused(&self, on_wire: bool, connection: impl Future<Output = ()>) {
+        tokio::select! {
+            biased;
+            () = self.refused(), if on_wire => {}
+            () = connection => {}
+        }
+    }
+
     /// Where the bytes are counted of connections that were opened so.
     pub(super) fn counter(&self, direction: Direction) -> &Counter {
         match direction {

@@ -185,10 +185,10 @@ pub(crate) struct Record {
 }
 
 /// What is known of an end of a connection.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 pub(crate) struct Party {
-    pub(crate) workload: Option<String>,
-    pub(crate) namespace: Option<String>,
+    pub(crate) workload: Option<Arc<str>>,
+    pub(crate) namespace: Option<Arc<str>>,
     /// As proven by TLS, or of the local pod in TLS.
     pub(crate) identity: Option<SpiffeId>,
 }
@@ -196,8 +196,8 @@ pub(crate) struct Party {
 impl From<&PodInfo> for Party {
     fn from(pod: &PodInfo) -> Self {
         Self {
-            workload: Some(pod.name.clone()),
-            namespace: Some(pod.namespace.clone()),
+            workload: Some(pod.name.as_str().into()),
+            namespace: Some(pod.namespace.as_str().into()),
             identity: None,
         }
     }
@@ -206,8 +206,8 @@ impl From<&PodInfo> for Party {
 impl From<&Workload> for Party {
     fn from(workload: &Workload) -> Self {
         Self {
-            workload: Some(workload.name.as_ref().to_owned()),
-            namespace: Some(workload.namespace.as_ref().to_owned()),
+            workload: Some(workload.name.clone()),
+            namespace: Some(workload.namespace.clone()),
             identity: None,
         }
     }
@@ -371,14 +371,14 @@ impl Drop for Record {
                     target: "access",
                     tracing::Level::$level,
                     src.addr = %self.src,
-                    src.workload = self.source.workload,
-                    src.namespace = self.source.namespace,
+                    src.workload = self.source.workload.as_deref(),
+                    src.namespace = self.source.namespace.as_deref(),
                     src.identity = self.source.identity.as_ref().map(field::display),
                     dst.addr = self.dst.map(field::display),
                     dst.hbone_addr = self.hbone_dst,
                     dst.service = self.service.as_ref().map(|service| field::display(&service.host.hostname)),
-                    dst.workload = self.destination.workload,
-                    dst.namespace = self.destination.namespace,
+                    dst.workload = self.destination.workload.as_deref(),
+                    dst.namespace = self.destination.namespace.as_deref(),
                     dst.identity = self.destination.identity.as_ref().map(field::display),
                     direction = self.direction(),
                     bytes_sent = open.sent.bytes.load(Ordering::Relaxed),

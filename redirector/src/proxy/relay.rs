@@ -9,7 +9,7 @@ use super::{
 };
 
 /// Between two TCP legs. `local` is the one of the pod's own application.
-pub(super) async fn plain(mut local: Leg, mut remote: Leg, record: Record, tail_deadline: Duration) {
+pub(super) async fn plain(mut local: Leg, mut remote: Leg, record: Box<Record>, tail_deadline: Duration) {
     let result = {
         let (mut local, mut remote) = (local.split(), remote.split());
         copy::both(
@@ -28,7 +28,7 @@ pub(super) async fn plain(mut local: Leg, mut remote: Leg, record: Record, tail_
 pub(super) async fn tunnelled(
     mut local: Leg,
     (source, sink): (&mut H2Source, &mut H2Sink),
-    record: Record,
+    record: Box<Record>,
     tail_deadline: Duration,
 ) {
     let result = {

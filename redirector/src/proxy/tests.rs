@@ -143,7 +143,13 @@ impl Path {
                         Ok(stream) => stream,
                         Err(error) => return record.fail(&error),
                     };
-                    relay::tunnelled(application, (&mut stream.source, &mut stream.sink), record, TAIL).await;
+                    relay::tunnelled(
+                        application,
+                        (&mut stream.source, &mut stream.sink),
+                        Box::new(record),
+                        TAIL,
+                    )
+                    .await;
                 }));
             }
         }));
@@ -178,7 +184,7 @@ impl Path {
                             let mut stream = connect.accept(HeaderMap::new()).unwrap();
                             let stream = (&mut stream.source, &mut stream.sink);
                             admitted
-                                .run(relay::tunnelled(application, stream, record, TAIL))
+                                .run(relay::tunnelled(application, stream, Box::new(record), TAIL))
                                 .await;
                         }));
                     })
