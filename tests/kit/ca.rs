@@ -66,8 +66,35 @@ impl Root {
     /// # Panics
     /// When it cannot be signed or written.
     pub fn issue(&self, directory: &Path, name: &str, identity: &str) -> Credentials {
-        sign(&self.certificate, &self.key, directory, name, identity)
+        sign(&self.certificate, &self.key, directory, name, identity, None)
             .unwrap_or_else(|error| panic!("a certificate for {identity}: {error:#}"))
+    }
+}
+
+impl Root {
+    /// The same, and it has expired years ago.
+    ///
+    /// # Panics
+    /// When it cannot be signed or written.
+    pub fn issue_expired(&self, directory: &Path, name: &str, identity: &str) -> Credentials {
+        sign(
+            &self.certificate,
+            &self.key,
+            directory,
+            name,
+            identity,
+            Some((2001, 2002)),
+        )
+        .unwrap_or_else(|error| panic!("an expired certificate for {identity}: {error:#}"))
+    }
+
+    /// Itself as a certificate that nobody else has signed.
+    pub fn as_credentials(&self) -> Credentials {
+        Credentials {
+            certificate: self.certificate.clone(),
+            key: self.key.clone(),
+            root: self.certificate.clone(),
+        }
     }
 }
 
@@ -93,7 +120,14 @@ fn root_files(state_dir: &Path) -> Option<(PathBuf, PathBuf)> {
     certificate.zip(key)
 }
 
-fn sign(root: &Path, key: &Path, directory: &Path, name: &str, identity: &str) -> Result<Credentials> {
+fn sign(
+    root: &Path,
+    key: &Path,
+    directory: &Path,
+    name: &str,
+    identity: &str,
+    years: Option<(i32, i32)>,
+) -> Result<Credentials> {
     let root_pem = fs::read_to_string(root).with_context(|| format!("reading {}", root.display()))?;
     let key_pem = fs::read_to_string(key).with_context(|| format!("reading {}", key.display()))?;
     let issuer = Issuer::from_ca_cert_pem(&root_pem, KeyPair::from_pem(&key_pem)?)?;
@@ -103,6 +137,10 @@ fn sign(root: &Path, key: &Path, directory: &Path, name: &str, identity: &str) -
         ExtendedKeyUsagePurpose::ServerAuth,
         ExtendedKeyUsagePurpose::ClientAuth,
     ];
+    if let Some((from, to)) = years {
+        params.not_before = rcgen::date_time_ymd(from, 1, 1);
+        params.not_after = rcgen::date_time_ymd(to, 1, 1);
+    }
     let pair = KeyPair::generate()?;
     let certificate = params.signed_by(&pair, &issuer)?;
     let credentials = Credentials {
