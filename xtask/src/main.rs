@@ -3,6 +3,7 @@
 mod apt;
 mod build;
 mod ci;
+mod fuzz;
 mod kernel;
 mod process;
 mod test;
@@ -68,6 +69,14 @@ enum Command {
         #[arg(last = true)]
         arguments: Vec<String>,
     },
+    /// Fuzz what others write and the agent reads, by libFuzzer, each target for a bounded time
+    Fuzz {
+        /// Only this target; without it, all
+        target: Option<String>,
+        /// Time for each
+        #[arg(long, default_value_t = 60)]
+        seconds: u32,
+    },
     /// What CI runs: format, lints, docs, licences, every test
     Ci,
 }
@@ -126,6 +135,7 @@ fn run(cli: &Cli) -> Result<()> {
         }
         Command::Load { netns, arguments } => load(way, netns, arguments),
         Command::Bench { benchmark, arguments } => bench(way, *benchmark, arguments),
+        Command::Fuzz { target, seconds } => fuzz::run(target.as_deref(), *seconds),
         Command::Ci => ci::run(way),
     }
 }

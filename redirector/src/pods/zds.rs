@@ -164,6 +164,22 @@ fn answer(mut error: String) -> Vec<u8> {
     .encode_to_vec()
 }
 
+/// Reads a message that comes without a descriptor, and does nothing about it; what is wrong with it, as it would be told.
+///
+/// # Errors
+/// When it breaks the protocol, or is of no use.
+pub fn check(message: &[u8]) -> Result<(), String> {
+    let message = Message {
+        bytes: message.to_vec(),
+        fds: Vec::new(),
+    };
+    match parse(message) {
+        Ok(Parsed::Event(_)) => Ok(()),
+        Ok(Parsed::Refused(text)) | Err(End::Protocol(text)) => Err(text),
+        Err(_) => Err("the connection would end".to_owned()),
+    }
+}
+
 /// Hands an event to the lifecycle. The text of its error, or none.
 async fn carry_out(event: NewEvent, events: &mpsc::Sender<PodEvent>) -> Result<String, End> {
     let (reply, result) = oneshot::channel();

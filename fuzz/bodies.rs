@@ -1,0 +1,155 @@
+//! What each target does with its bytes: hands them to a reader of ours, and checks what comes of it. The targets of libFuzzer are
+//! made of this, and so is redirector/tests/fuzz.rs, by which every run of the unit tests has a go at all of them.
+
+use std::{net::SocketAddr, sync::OnceLock};
+
+use redirector::{
+    discovery::file,
+    mesh::{
+        index::Mesh,
+        pod::PodInfo,
+        route::{self, Local},
+        spiffe::SpiffeId,
+    },
+    pods::{wire::Event, zds},
+    redirect::{
+        overrides::Overrides,
+        rules::{Interfaces, Networks, Ports},
+    },
+};
+
+/// A target: its name, which is its directory of seeds and its binary, and its body.
+type Target = (&'static str, fn(&[u8]));
+
+/// All of them.
+pub(crate) const TARGETS: &[Target] = &[
+    ("authority", authority),
+    ("workloads", workloads),
+    ("pod_event", pod_event),
+    ("zds", zds_message),
+    ("rules", rules),
+    ("spiffe", spiffe),
+];
+
+/// Runs the target of this name.
+pub(crate) fn run(name: &str, bytes: &[u8]) {
+    let target = TARGETS.iter().find(|(known, _)| *known == name);
+    target.expect("every binary has a body").1(bytes);
+}
+
+const MESH: &str = "
+workloads:
+- {uid: a, name: web-0, namespace: shop, serviceAccount: web, trustDomain: cluster.local, protocol: HBONE,
+   workloadIps: [10.1.2.3, 'fd00::3'], services: {shop/web.shop.svc.cluster.local: {80: 8080, 81: 15008}}}
+- {uid: b, name: db-0, namespace: shop, serviceAccount: db, trustDomain: cluster.local, protocol: TCP,
+   workloadIps: [10.1.2.4], services: {}}
+services:
+- {name: web, namespace: shop, hostname: web.shop.svc.cluster.local, vips: [/10.9.9.9], ports: {80: 8080, 81: 15008}}
+";
+
+/// The pod `web-0` of [`MESH`].
+fn with_pod(act: impl FnOnce(&Mesh, Local<'_>)) {
+    static FIXTURE: OnceLock<(Mesh, PodInfo)> = OnceLock::new();
+    let (mesh, info) = FIXTURE.get_or_init(|| {
+        let info = PodInfo {
+            uid: "a".parse().expect("a UID"),
+            name: "web-0".into(),
+            namespace: "shop".into(),
+            service_account: "web".into(),
+        };
+        (file::parse(MESH, "the fixture").expect("a workload file"), info)
+    });
+    act(mesh, Local { info, network: "" });
+}
+
+/// The authority of a CONNECT: what is let in goes to this pod, and not to the proxy's own ports.
+fn authority(bytes: &[u8]) {
+    let Ok(text) = std::str::from_utf8(bytes) else {
+        return;
+    };
+    let own = ["10.1.2.3", "fd00::3"].map(|ip| ip.parse().expect("an address"));
+    for received_on in own {
+        with_pod(
+            |mesh, local| match route::inbound(mesh, local, received_on, text) {
+                Ok(port) => {
+                    assert!(
+                        port != 0 && ![15001, 15006, 15008].contains(&port),
+                        "{text:?}: {port}"
+                    );
+                    if let Ok(named) = text.parse::<SocketAddr>() {
+                        assert_eq!(named.ip().to_canonical(), received_on, "{text:?}");
+                    }
+                }
+                Err(refusal) => {
+                    assert!((400..600).contains(&refusal.status()), "{text:?}");
+                    assert!(
+                        refusal.to_string().len() < 4096,
+                        "a refusal repeats no more than it must"
+                    );
+                }
+            },
+        );
+    }
+}
+
+/// The workload file: read or refused, and if read, of use to a pod in it.
+fn workloads(bytes: &[u8]) {
+    let Ok(text) = std::str::from_utf8(bytes) else {
+        return;
+    };
+    match file::parse(text, "fuzz") {
+        Ok(mesh) => with_pod(|_, local| {
+            for to in ["10.9.9.9:80", "10.1.2.4:5432", "[fd00::3]:80", "192.0.2.1:443"] {
+                let to = to.parse().expect("an address");
+                let _ = route::outbound(&mesh, local, to, &mut |weights| weights.saturating_sub(1));
+            }
+            let own = [10, 1, 2, 3].into();
+            let _ = route::inbound(&mesh, local, own, "web.shop.svc.cluster.local:80");
+        }),
+        Err(error) => assert!(error.to_string().contains("fuzz"), "{error}"),
+    }
+}
+
+/// The event of a CNI plugin: what is read is written and read again as the same.
+fn pod_event(bytes: &[u8]) {
+    if let Ok(event) = Event::parse(bytes) {
+        let again = Event::parse(event.to_json().as_bytes()).expect("what we write we can read");
+        assert_eq!(again.to_json(), event.to_json());
+        if let Some(annotations) = &event.annotations {
+            let _ = Overrides::from_annotations(annotations);
+        }
+    }
+}
+
+/// A message of a node agent.
+fn zds_message(bytes: &[u8]) {
+    if let Err(error) = zds::check(bytes) {
+        assert!(!error.is_empty());
+    }
+}
+
+/// The lists of the rules: what is read is written and read again as the same.
+fn rules(bytes: &[u8]) {
+    let Ok(text) = std::str::from_utf8(bytes) else {
+        return;
+    };
+    if let Ok(list) = text.parse::<Ports>() {
+        assert_eq!(list.to_string().parse().as_ref(), Ok(&list));
+    }
+    if let Ok(list) = text.parse::<Networks>() {
+        assert_eq!(list.to_string().parse().as_ref(), Ok(&list));
+    }
+    if let Ok(list) = text.parse::<Interfaces>() {
+        assert_eq!(list.to_string().parse().as_ref(), Ok(&list));
+    }
+}
+
+/// An identity in a certificate.
+fn spiffe(bytes: &[u8]) {
+    let Ok(text) = std::str::from_utf8(bytes) else {
+        return;
+    };
+    if let Ok(id) = text.parse::<SpiffeId>() {
+        assert_eq!(id.to_string(), text);
+    }
+}
