@@ -77,6 +77,12 @@ enum Command {
         #[arg(long, default_value_t = 60)]
         seconds: u32,
     },
+    /// All sorts of traffic at once, for a while, with checks for what is lost or left (root)
+    Soak {
+        /// For how long
+        #[arg(long, default_value_t = 10)]
+        minutes: u32,
+    },
     /// What CI runs: format, lints, docs, licences, every test
     Ci,
 }
@@ -136,6 +142,7 @@ fn run(cli: &Cli) -> Result<()> {
         Command::Load { netns, arguments } => load(way, netns, arguments),
         Command::Bench { benchmark, arguments } => bench(way, *benchmark, arguments),
         Command::Fuzz { target, seconds } => fuzz::run(target.as_deref(), *seconds),
+        Command::Soak { minutes } => soak(way, *minutes),
         Command::Ci => ci::run(way),
     }
 }
@@ -169,6 +176,24 @@ fn bench(way: Option<Way>, benchmark: Benchmark, arguments: &[String]) -> Result
     });
     let step = Step::start("benchmark");
     process::run(command.args(arguments))?;
+    step.done();
+    Ok(())
+}
+
+fn soak(way: Option<Way>, minutes: u32) -> Result<()> {
+    need_root("soak")?;
+    apt::require(apt::DEMO)?;
+    let object = build::ebpf_object(way)?;
+    let bins = build::binaries(&object, Profile::Release)?;
+    let suites = build::suites(&object, Profile::Release, &["soak"])?;
+    let mut command = process::command(suites.find("soak")?);
+    command
+        .env("REDIRECTOR_BIN", bins.find("redirector")?)
+        .env("REDIRECTOR_REQUIRE_ROOT", "1")
+        .env("REDIRECTOR_SOAK_SECONDS", (u64::from(minutes) * 60).to_string())
+        .current_dir(process::root().join("tests"));
+    let step = Step::start(format!("soak, {minutes} min"));
+    process::run(&mut command)?;
     step.done();
     Ok(())
 }
