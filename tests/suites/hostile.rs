@@ -187,11 +187,14 @@ fn handshakes_that_lead_nowhere(family: Family) {
     let before = mesh.agent.descriptors();
     // Half of a record's header, so that it is TLS so far.
     let stalled: Vec<TcpStream> = (0..HANDSHAKES + 100)
-        .map(|_| {
-            let mut stream = app::connect(&mesh.stranger.ns, to).unwrap();
-            // One that is refused may be reset by now.
+        .filter_map(|_| {
+            // One that is refused may be reset before its connect() has returned.
+            let mut stream = match app::connect(&mesh.stranger.ns, to) {
+                Err(error) if error.kind() == io::ErrorKind::ConnectionReset => return None,
+                connected => connected.unwrap(),
+            };
             let _ = stream.write_all(&[0x16, 3]);
-            stream
+            Some(stream)
         })
         .collect();
     // Others are served at once, by a new tunnel.
