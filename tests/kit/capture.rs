@@ -8,6 +8,7 @@ use std::{
         atomic::{AtomicBool, Ordering},
     },
     thread::{self, JoinHandle},
+    time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result};
@@ -25,6 +26,8 @@ use crate::netns::Namespace;
 
 /// Bytes of segments that are kept; a capture is for tests of a few connections.
 const MAX_BYTES: usize = 64 << 20;
+/// Longest time from a stop to its end, where there is no pause in the traffic.
+const STOP_DEADLINE: Duration = Duration::from_secs(5);
 
 /// A TCP segment that was seen.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -93,8 +96,13 @@ impl Drop for Capture {
 fn record(socket: &OwnedFd, ifindex: u32, stop: &AtomicBool) -> Vec<Segment> {
     let mut segments = Vec::new();
     let mut bytes = 0;
+    let mut stopped = None;
     let mut frame = vec![0; 128 << 10];
     loop {
+        if stop.load(Ordering::Relaxed) && stopped.get_or_insert_with(Instant::now).elapsed() > STOP_DEADLINE
+        {
+            return segments;
+        }
         match recvfrom::<LinkAddr>(socket.as_raw_fd(), &mut frame) {
             Ok((length, Some(from))) if from.ifindex() == usize::try_from(ifindex).unwrap_or_default() => {
                 if bytes < MAX_BYTES
