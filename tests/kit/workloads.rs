@@ -101,6 +101,26 @@ impl Workloads {
         self
     }
 
+    /// Sets a key of a workload.
+    ///
+    /// # Panics
+    /// When there is no workload of that name.
+    #[must_use]
+    pub fn with_workload_key(mut self, name: &str, key: &str, value: Value) -> Self {
+        set(&mut self.workloads, "name", name, key, value);
+        self
+    }
+
+    /// Sets a key of a service.
+    ///
+    /// # Panics
+    /// When there is no service of that host name.
+    #[must_use]
+    pub fn with_service_key(mut self, hostname: &str, key: &str, value: Value) -> Self {
+        set(&mut self.services, "hostname", hostname, key, value);
+        self
+    }
+
     /// The file's text.
     pub fn to_yaml(&self) -> String {
         let file = json!({"workloads": self.workloads, "services": self.services, "policies": self.policies});
@@ -114,6 +134,11 @@ impl Workloads {
     pub fn write(&self, path: &Path) -> Result<()> {
         fs::write(path, self.to_yaml()).with_context(|| format!("writing {}", path.display()))
     }
+}
+
+fn set(among: &mut [Value], by: &str, named: &str, key: &str, value: Value) {
+    let found = among.iter_mut().find(|one| one[by] == named);
+    found.unwrap_or_else(|| panic!("nothing is named {named}"))[key] = value;
 }
 
 /// Ports are keys, and numbers.

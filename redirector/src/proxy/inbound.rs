@@ -14,7 +14,7 @@ use tokio::{net::TcpStream, sync::Semaphore, time::timeout};
 use tokio_rustls::{TlsAcceptor, server::TlsStream};
 
 use super::{
-    FORWARDED_NETWORK, Pod,
+    Config, FORWARDED_NETWORK, Pod,
     baggage::{BAGGAGE, Told},
     connections::{Admitted, Denied, Flow},
     copy::{Leg, Refused, Sink},
@@ -159,7 +159,7 @@ async fn request(pod: Arc<Pod>, tunnel: Arc<Tunnel>, mut connect: Connect) {
     ));
     record.dst = Some(tunnel.local);
     record.hbone_dst = Some(connect.authority().to_owned());
-    record.source = source(&pod, &tunnel, connect.headers());
+    record.source = source(&pod.mesh(), &pod.shared.config, &tunnel, connect.headers());
     record.source.identity = Some(tunnel.identity.clone());
     record.destination = pod.party.clone();
     record.destination.identity = Some(pod.identity.id().clone());
@@ -211,21 +211,20 @@ async fn request(pod: Arc<Pod>, tunnel: Arc<Tunnel>, mut connect: Connect) {
 }
 
 /// Who calls, as far as that can be told. On another network addresses mean something else, and its own word is all there is.
-fn source(pod: &Pod, tunnel: &Tunnel, headers: &HeaderMap) -> Party {
-    let network = &pod.shared.config.network;
+fn source(mesh: &Mesh, config: &Config, tunnel: &Tunnel, headers: &HeaderMap) -> Party {
+    let network = &config.network;
     let is_foreign = headers
         .get(FORWARDED_NETWORK)
         .is_some_and(|other| other.as_bytes() != network.as_bytes());
     if is_foreign {
-        let told = pod.shared.config.response_baggage.then(|| Told::by(headers));
+        let told = config.response_baggage.then(|| Told::by(headers));
         return Party {
             workload: told.and_then(|told| told.workload).map(Into::into),
             namespace: Some(tunnel.identity.namespace().into()),
             identity: None,
         };
     }
-    pod.mesh()
-        .workload_at(network, tunnel.peer.ip())
+    mesh.workload_at(network, tunnel.peer.ip())
         .map(|workload| workload.as_ref().into())
         .unwrap_or_default()
 }
@@ -281,6 +280,47 @@ impl Error {
             // 401 and not 403: what Istio's peers know for a refusal by policy.
             Self::Denied(Denied::ByPolicy(_) | Denied::ByChange(_)) => StatusCode::UNAUTHORIZED,
             _ => StatusCode::SERVICE_UNAVAILABLE,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mesh::testing::{id, workload};
+
+    #[test]
+    fn an_address_of_another_network_names_nobody_here() {
+        let mesh = Mesh::new(vec![workload("web", "10.0.0.1")], vec![]);
+        let tunnel = Tunnel {
+            peer: "10.0.0.1:999".parse().unwrap(),
+            identity: id("caller"),
+            local: "10.0.0.2:15008".parse().unwrap(),
+            streams: Arc::new(Semaphore::new(1)),
+        };
+        const BAGGAGE_OF_CALLER: &str = "k8s.namespace.name=elsewhere,k8s.deployment.name=far-web";
+        for (network, used, workload, namespace) in [
+            (None, true, Some("web"), Some("shop")),
+            (Some(""), true, Some("web"), Some("shop")),
+            // The namespace is as proven, not as told.
+            (Some("far"), true, Some("far-web"), Some("shop")),
+            (Some("far"), false, None, Some("shop")),
+        ] {
+            let config = Config {
+                response_baggage: used,
+                ..Config::default()
+            };
+            let mut headers = HeaderMap::new();
+            headers.insert(BAGGAGE, BAGGAGE_OF_CALLER.parse().unwrap());
+            if let Some(network) = network {
+                headers.insert(FORWARDED_NETWORK, network.parse().unwrap());
+            }
+            let found = source(&mesh, &config, &tunnel, &headers);
+            assert_eq!(
+                (found.workload.as_deref(), found.namespace.as_deref()),
+                (workload, namespace),
+                "{network:?} {used}"
+            );
         }
     }
 }

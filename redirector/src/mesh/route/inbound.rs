@@ -88,7 +88,8 @@ impl Refusal {
         }
     }
 
-    /// Whether a newer snapshot of the mesh is likely to have the answer, as for [`NoRoute::is_transient`].
+    /// Whether a newer snapshot of the mesh is likely to have the answer, as for
+    /// [`NoRoute::is_transient`](super::NoRoute::is_transient).
     pub fn is_transient(&self) -> bool {
         matches!(self, Self::UnknownWorkload { .. })
     }

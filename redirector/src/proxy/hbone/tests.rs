@@ -205,6 +205,24 @@ async fn bytes_and_ends_go_both_ways() {
 }
 
 #[tokio::test]
+async fn headers_arrive_with_the_request_and_with_the_answer() {
+    let world = World::new(Http2Config::default(), PoolConfig::default(), |connect| {
+        let mut answer = HeaderMap::new();
+        answer.insert("baggage", connect.headers()["baggage"].clone());
+        tokio::spawn(async move {
+            let mut stream = connect.accept(answer).unwrap();
+            stream.sink.finish().unwrap();
+        });
+    });
+    let mut request = request("10.1.2.3:80");
+    request
+        .headers_mut()
+        .insert("baggage", "service.name=web".parse().unwrap());
+    let stream = world.pool.open(&key(), &request, || world.dial()).await.unwrap();
+    assert_eq!(stream.headers["baggage"], "service.name=web");
+}
+
+#[tokio::test]
 async fn much_data_arrives_as_it_was() {
     for http2 in [Http2Config::default(), small()] {
         let world = World::new(http2, PoolConfig::default(), echo);
