@@ -81,11 +81,17 @@ impl AsyncWrite for StreamIo {
         Poll::Ready(Ok(()))
     }
 
-    fn poll_shutdown(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+    /// Over only when the far end has ended its side too: the stream is dropped after this, and if that resets it, a gateway may
+    /// discard the last bytes that it has not passed on yet.
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         if !self.ended {
             self.ended = true;
             // Where nothing more is wanted, the end is not either.
             let _ = self.stream.sink.queue(Bytes::new(), true);
+        }
+        // Nobody reads any more.
+        while let Some(chunk) = ready!(self.stream.source.poll_chunk(cx))? {
+            drop(chunk);
         }
         Poll::Ready(Ok(()))
     }

@@ -181,6 +181,52 @@ async fn resets_go_through_both_after_what_was_sent() {
     }
 }
 
+/// A gateway may give up what it has not passed on when a stream is reset, though it has ended: so it is not, until the far end
+/// has ended it as well.
+#[tokio::test(start_paused = true)]
+async fn the_outer_stream_is_kept_until_the_far_end_has_ended_too() {
+    let (resets, mut was_reset) = tokio::sync::mpsc::channel(1);
+    let world = World::new(small(), PoolConfig::default(), move |connect| {
+        let resets = resets.clone();
+        tokio::spawn(async move {
+            let stream = connect.accept(HeaderMap::new()).unwrap();
+            let (mut source, mut sink) = (stream.source, stream.sink);
+            let (near, far) = tokio::io::duplex(64 << 10);
+            tokio::spawn(async move {
+                let window = WindowBudget::new(&small()).share();
+                let drain = CancellationToken::new();
+                server::serve(far, small(), window, Duration::from_secs(10), &drain, echo).await
+            });
+            let (mut read, mut write) = tokio::io::split(near);
+            let down = tokio::spawn(async move {
+                let mut buffer = vec![0; 4096];
+                while let Ok(bytes @ 1..) = read.read(&mut buffer).await {
+                    let chunk = Bytes::copy_from_slice(&buffer[..bytes]);
+                    sink.send(chunk).await.unwrap();
+                }
+                sink
+            });
+            while let Some(chunk) = source.chunk().await.unwrap() {
+                write.write_all(&chunk).await.unwrap();
+            }
+            // A gateway that is slow to pass on the end.
+            sleep(Duration::from_secs(5)).await;
+            write.shutdown().await.unwrap();
+            let mut sink = down.await.unwrap();
+            let reset = timeout(Duration::from_secs(1), sink.refused()).await.is_ok();
+            sink.finish().unwrap();
+            resets.send(reset).await.unwrap();
+        });
+    });
+    let ((), driver) = with_stream(&world, "cart.shop:80", async |stream| {
+        echoes(stream, &pattern(100_000)).await;
+    })
+    .await;
+    let was_reset = timeout(Duration::from_secs(60), was_reset.recv()).await;
+    assert_eq!(was_reset.expect("the gateway passes the end on"), Some(false));
+    ends(driver).await;
+}
+
 #[tokio::test]
 async fn what_the_far_end_refuses_and_what_the_gateway_cuts_off_are_errors() {
     let (world, mut far) = gateway(|connect| connect.refuse(StatusCode::UNAUTHORIZED));
