@@ -71,7 +71,7 @@ fn authority(bytes: &[u8]) {
     for received_on in own {
         with_pod(
             |mesh, local| match route::inbound(mesh, local, received_on, text) {
-                Ok(port) => {
+                Ok(route::Upstream { port, .. }) => {
                     assert!(
                         port != 0 && ![15001, 15006, 15008].contains(&port),
                         "{text:?}: {port}"
@@ -101,7 +101,8 @@ fn workloads(bytes: &[u8]) {
         Ok(mesh) => with_pod(|_, local| {
             for to in ["10.9.9.9:80", "10.1.2.4:5432", "[fd00::3]:80", "192.0.2.1:443"] {
                 let to = to.parse().expect("an address");
-                let _ = route::outbound(&mesh, local, to, &mut |weights| weights.saturating_sub(1));
+                let own = [10, 1, 2, 3].into();
+                let _ = route::outbound(&mesh, local, own, to, &mut |weights| weights.saturating_sub(1));
             }
             let own = [10, 1, 2, 3].into();
             let _ = route::inbound(&mesh, local, own, "web.shop.svc.cluster.local:80");

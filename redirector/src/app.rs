@@ -205,6 +205,7 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
         redirector: Arc::clone(&redirector),
         config: config.proxy(),
         metrics: proxy_metrics(&mut registry),
+        residents: proxy::Residents::default(),
     });
     let pod_metrics = status::Metrics::default();
     pod_metrics.register(&mut registry);

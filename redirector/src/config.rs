@@ -79,6 +79,8 @@ pub struct Config {
     pub localhost_app_tunnel: bool,
     /// Whether HBONE callers are told of the workload that they have reached.
     pub response_baggage: bool,
+    /// Whether connections between two pods of this node are joined in the agent, without TLS.
+    pub same_node_direct: bool,
     /// Time that connections get to end when the agent stops.
     pub shutdown_grace: Span,
     /// Time that the connections of a deleted pod get to end.
@@ -242,6 +244,7 @@ impl Config {
             keepalive,
             loopback_application_tunnel,
             response_baggage,
+            same_node_direct,
             ..
         } = proxy::Config::default();
         let config = Self {
@@ -285,6 +288,7 @@ impl Config {
             }),
             localhost_app_tunnel: s.localhost_app_tunnel.unwrap_or(loopback_application_tunnel),
             response_baggage: s.enable_response_baggage.unwrap_or(response_baggage),
+            same_node_direct: s.same_node_direct.unwrap_or(same_node_direct),
             shutdown_grace: s
                 .connection_termination_deadline
                 .unwrap_or_else(|| Span(shutdown_grace(s.termination_grace_period_seconds))),
@@ -361,6 +365,7 @@ impl Config {
         config.ipv6 = self.ipv6_enabled;
         config.loopback_application_tunnel = self.localhost_app_tunnel;
         config.response_baggage = self.response_baggage;
+        config.same_node_direct = self.same_node_direct;
         config.keepalive.enabled = self.keepalive.is_some();
         if let Some(keepalive) = &self.keepalive {
             config.keepalive = Keepalive {

@@ -125,6 +125,8 @@ settings! {
         localhost_app_tunnel: bool, ["LOCALHOST_APP_TUNNEL"], switch "true";
     "Tell HBONE callers of the workload that they have reached, and log what they tell of themselves [default: true]"
         enable_response_baggage: bool, ["ENABLE_RESPONSE_BAGGAGE"], switch "true";
+    "Join connections between two pods of this node in the agent, without TLS, after the same checks as over HBONE [default: false]"
+        same_node_direct: bool, [], switch "true";
     "Time that connections get to end when the agent stops [default: 5s]"
         connection_termination_deadline: Span, ["CONNECTION_TERMINATION_DEADLINE"];
     "Kubernetes' grace period in seconds, from which the time above is taken if it is not given"

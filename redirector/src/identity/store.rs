@@ -112,6 +112,16 @@ impl Held {
     }
 }
 
+impl Held {
+    /// The certificate in use, if there is one that is still valid. Does not wait.
+    pub fn current(&self) -> Option<Arc<Credentials>> {
+        let state = self.entry.state.borrow();
+        let current = state.current.as_ref();
+        let valid = current.filter(|current| !self.entry.expired(current));
+        valid.map(|current| Arc::clone(&current.credentials))
+    }
+}
+
 /// What the guards of one identity share.
 struct Entry {
     id: SpiffeId,
@@ -181,7 +191,7 @@ type Cause = Arc<dyn std::error::Error + Send + Sync>;
 
 /// A certificate in use.
 struct Current {
-    credentials: Credentials,
+    credentials: Arc<Credentials>,
     server: Arc<ServerConfig>,
     not_after: SystemTime,
 }
@@ -230,7 +240,7 @@ impl Keeper {
         let credentials = Credentials::new(svid)?;
         let server = Arc::new(credentials.server_config()?);
         Ok(Current {
-            credentials,
+            credentials: Arc::new(credentials),
             server,
             not_after: svid.not_after,
         })

@@ -4,6 +4,7 @@
 
 use std::{
     fmt,
+    net::Ipv4Addr,
     sync::{Arc, LazyLock},
     time::{Duration, SystemTime},
 };
@@ -65,6 +66,9 @@ pub enum Error {
     /// The leaf doesn't lead to the roots that came with it.
     #[error("the certificate does not chain to its own roots")]
     Unchained(#[source] rustls::Error),
+    /// One end of a connection would refuse the other.
+    #[error("one would refuse the other's certificate")]
+    Peer(#[source] rustls::Error),
     /// A client without an identity of the own trust domain.
     #[error("the client is {}, not of trust domain {trust_domain:?}", list(found))]
     OtherTrustDomain {
@@ -141,15 +145,7 @@ impl Credentials {
     /// # Errors
     /// When the library refuses the roots.
     pub fn server_config(&self) -> Result<ServerConfig, Error> {
-        let chain =
-            WebPkiClientVerifier::builder_with_provider(Arc::clone(&self.roots), Arc::clone(&PROVIDER))
-                .build()
-                // Without revocation lists there is no other reason.
-                .map_err(|_| Error::NoRoots)?;
-        let verifier = ClientVerifier {
-            chain,
-            trust_domain: self.id.trust_domain().to_owned(),
-        };
+        let verifier = self.client_verifier()?;
         let mut config = ServerConfig::builder_with_provider(Arc::clone(&PROVIDER))
             .with_protocol_versions(&[&TLS13])
             .map_err(Error::Unusable)?
@@ -168,10 +164,7 @@ impl Credentials {
     /// # Errors
     /// When the library refuses the protocol versions.
     pub fn client_config(&self, expected: &[SpiffeId]) -> Result<ClientConfig, Error> {
-        let verifier = ServerVerifier {
-            roots: Arc::clone(&self.roots),
-            expected: expected.to_vec(),
-        };
+        let verifier = self.server_verifier(expected);
         let mut config = ClientConfig::builder_with_provider(Arc::clone(&PROVIDER))
             .with_protocol_versions(&[&TLS13])
             .map_err(Error::Unusable)?
@@ -183,6 +176,54 @@ impl Credentials {
         // A resumed session would not show the server's certificate again.
         config.resumption = Resumption::disabled();
         Ok(config)
+    }
+
+    /// Whether a handshake with `server`, with `self` as the client, would succeed at `now`: each side's own verifier looks at the
+    /// other's certificate, and each takes the other for whom it is here.
+    ///
+    /// # Errors
+    /// What the side that refuses would say.
+    pub fn would_meet(&self, server: &Self, now: SystemTime) -> Result<(), Error> {
+        for end in [self, server] {
+            if peer_identity(&end.key.cert).as_ref() != Some(&end.id) {
+                return Err(Error::OtherIdentity {
+                    wanted: end.id.clone(),
+                    found: end.key.cert.first().map(identities).unwrap_or_default(),
+                });
+            }
+        }
+        let now = unix_time(now);
+        // Not looked at, as in a handshake.
+        let name = ServerName::IpAddress(Ipv4Addr::UNSPECIFIED.into());
+        let leaf = server.key.end_entity_cert().map_err(Error::Unusable)?;
+        self.server_verifier(std::slice::from_ref(&server.id))
+            .verify_server_cert(leaf, &server.key.cert[1..], &name, &[], now)
+            .map_err(Error::Peer)?;
+        let leaf = self.key.end_entity_cert().map_err(Error::Unusable)?;
+        server
+            .client_verifier()?
+            .verify_client_cert(leaf, &self.key.cert[1..], now)
+            .map_err(Error::Peer)?;
+        Ok(())
+    }
+
+    fn client_verifier(&self) -> Result<ClientVerifier, Error> {
+        let chain =
+            WebPkiClientVerifier::builder_with_provider(Arc::clone(&self.roots), Arc::clone(&PROVIDER))
+                .build()
+                // Without revocation lists there is no other reason.
+                .map_err(|_| Error::NoRoots)?;
+        Ok(ClientVerifier {
+            chain,
+            trust_domain: self.id.trust_domain().to_owned(),
+        })
+    }
+
+    fn server_verifier(&self, expected: &[SpiffeId]) -> ServerVerifier {
+        ServerVerifier {
+            roots: Arc::clone(&self.roots),
+            expected: expected.to_vec(),
+        }
     }
 }
 

@@ -10,7 +10,11 @@ use std::{
 };
 
 use http::{HeaderMap, StatusCode};
-use tokio::{net::TcpStream, sync::Semaphore, time::timeout};
+use tokio::{
+    net::TcpStream,
+    sync::{Semaphore, SemaphorePermit},
+    time::timeout,
+};
 use tokio_rustls::{TlsAcceptor, server::TlsStream};
 
 use super::{
@@ -36,7 +40,7 @@ use crate::{
 
 /// Why a tunnel, or a connection in it, did not come about.
 #[derive(Debug, thiserror::Error)]
-enum Error {
+pub(super) enum Error {
     #[error("cannot tell on which address the tunnel came in")]
     LocalAddress(#[source] io::Error),
     #[error("no certificate to show")]
@@ -70,15 +74,15 @@ enum Error {
 }
 
 /// A tunnel's ends.
-struct Tunnel {
+pub(super) struct Tunnel {
     /// The peer's TCP address.
-    peer: SocketAddr,
+    pub(super) peer: SocketAddr,
     /// Who is there.
-    identity: SpiffeId,
+    pub(super) identity: SpiffeId,
     /// The pod's address that it came in on.
-    local: SocketAddr,
+    pub(super) local: SocketAddr,
     /// How many more requests this peer may have open, over all its tunnels.
-    streams: Arc<Semaphore>,
+    pub(super) streams: Arc<Semaphore>,
 }
 
 /// Serves one accepted connection, a tunnel, to its end. Its streams are tasks of their own and may outlive it by the time
@@ -152,37 +156,26 @@ async fn accept(
 
 /// Serves one CONNECT request to the end of its connection.
 async fn request(pod: Arc<Pod>, tunnel: Arc<Tunnel>, mut connect: Connect) {
-    let mut record = Box::new(Record::new(
-        pod.shared.metrics.clone(),
-        Direction::Inbound,
-        tunnel.peer,
-    ));
-    record.dst = Some(tunnel.local);
-    record.hbone_dst = Some(connect.authority().to_owned());
-    record.source = source(&pod.mesh(), &pod.shared.config, &tunnel, connect.headers());
-    record.source.identity = Some(tunnel.identity.clone());
-    record.destination = pod.party.clone();
-    record.destination.identity = Some(pod.identity.id().clone());
+    let authority = connect.authority().to_owned();
+    let mut record = record_of(&pod, &tunnel, authority, connect.headers());
     record.open(Security::mutual_tls);
 
-    let Ok(_of_peer) = tunnel.streams.try_acquire() else {
-        let max = pod.shared.config.peers.max_streams_per_identity;
-        connect.refuse(StatusCode::SERVICE_UNAVAILABLE);
-        return record.refuse(Reason::streams, &Error::TooManyOfPeer { max });
+    let _permits = match permits(&pod, &tunnel) {
+        Ok(permits) => permits,
+        Err(error) => {
+            connect.refuse(error.status());
+            return record.refuse(Reason::streams, &error);
+        }
     };
-    let max = pod.shared.config.max_connections;
-    let Ok(_permit) = pod.tunnelled.clone().try_acquire_owned() else {
-        connect.refuse(StatusCode::SERVICE_UNAVAILABLE);
-        return record.refuse(Reason::streams, &Error::TooMany { max });
-    };
-    let (application, upstream, admitted) = match Box::pin(application(&pod, &tunnel, &mut connect)).await {
+    let authority = record.hbone_dst.as_deref().unwrap_or_default();
+    let found = Box::pin(application(&pod, &tunnel, authority, connect.abandoned())).await;
+    let (mut application, upstream, admitted) = match found {
         Ok(found) => found,
         Err(error) => {
             connect.refuse(error.status());
             return record.fail(&error);
         }
     };
-    let mut application = Leg::new(application);
     let mut headers = HeaderMap::new();
     if pod.shared.config.response_baggage
         && let Some(own) = pod.baggage.header(&upstream.workload)
@@ -193,21 +186,59 @@ async fn request(pod: Arc<Pod>, tunnel: Arc<Tunnel>, mut connect: Connect) {
         Ok(stream) => stream,
         Err(error) => return record.fail(&Error::Http2(error)),
     };
-    if let Some(destination) = upstream.proxied {
-        let header = proxy_protocol::header(tunnel.peer, destination, &tunnel.identity);
-        if let Err(refused) = application.split().1.send(header.into()).await {
-            stream.sink.reset().await;
-            let error = match refused {
-                Refused::Broken(error) => error,
-                Refused::Unwanted => io::ErrorKind::BrokenPipe.into(),
-            };
-            return record.fail(&Error::ProxyHeader(error));
-        }
+    if let Err(error) = introduce(&mut application, &tunnel, &upstream).await {
+        stream.sink.reset().await;
+        return record.fail(&error);
     }
     record.admitted = Some(admitted.entry());
     let stream = (&mut stream.source, &mut stream.sink);
     let relayed = relay::tunnelled(application, stream, record, pod.shared.config.tail_deadline);
     admitted.run(relayed).await;
+}
+
+/// The record of a request for `authority`, not opened yet.
+pub(super) fn record_of(pod: &Pod, tunnel: &Tunnel, authority: String, headers: &HeaderMap) -> Box<Record> {
+    let mut record = Record::new(pod.shared.metrics.clone(), Direction::Inbound, tunnel.peer);
+    record.dst = Some(tunnel.local);
+    record.hbone_dst = Some(authority);
+    record.source = source(&pod.mesh(), &pod.shared.config, tunnel, headers);
+    record.source.identity = Some(tunnel.identity.clone());
+    record.destination = pod.party.clone();
+    record.destination.identity = Some(pod.identity.id().clone());
+    record
+}
+
+/// What a request needs of that which the peer, and all peers together, may have open; to be held as long as it is.
+pub(super) fn permits<'a>(
+    pod: &'a Pod,
+    tunnel: &'a Tunnel,
+) -> Result<(SemaphorePermit<'a>, SemaphorePermit<'a>), Error> {
+    let of_peer = tunnel.streams.try_acquire().map_err(|_| Error::TooManyOfPeer {
+        max: pod.shared.config.peers.max_streams_per_identity,
+    })?;
+    let of_all = pod.tunnelled.try_acquire().map_err(|_| Error::TooMany {
+        max: pod.shared.config.max_connections,
+    })?;
+    Ok((of_peer, of_all))
+}
+
+/// Tells the application who calls, if it wants to be told.
+pub(super) async fn introduce(
+    application: &mut Leg,
+    tunnel: &Tunnel,
+    upstream: &Upstream,
+) -> Result<(), Error> {
+    let Some(destination) = upstream.proxied else {
+        return Ok(());
+    };
+    let header = proxy_protocol::header(tunnel.peer, destination, &tunnel.identity);
+    let sent = application.split().1.send(header.into()).await;
+    sent.map_err(|refused| {
+        Error::ProxyHeader(match refused {
+            Refused::Broken(error) => error,
+            Refused::Unwanted => io::ErrorKind::BrokenPipe.into(),
+        })
+    })
 }
 
 /// Who calls, as far as that can be told. On another network addresses mean something else, and its own word is all there is.
@@ -229,13 +260,15 @@ fn source(mesh: &Mesh, config: &Config, tunnel: &Tunnel, headers: &HeaderMap) ->
         .unwrap_or_default()
 }
 
-/// The connection to the application that a request asks for, if the pod's policies permit it.
-async fn application(
+/// The connection to the application that a request for `authority` asks for, if the pod's policies permit it. Is not made when
+/// the request is `abandoned` meanwhile.
+pub(super) async fn application<T>(
     pod: &Pod,
     tunnel: &Tunnel,
-    connect: &mut Connect,
-) -> Result<(TcpStream, Upstream, Admitted), Error> {
-    let decide = |mesh: &Mesh| route::inbound(mesh, pod.local(), tunnel.local.ip(), connect.authority());
+    authority: &str,
+    abandoned: impl Future<Output = T>,
+) -> Result<(Leg, Upstream, Admitted), Error> {
+    let decide = |mesh: &Mesh| route::inbound(mesh, pod.local(), tunnel.local.ip(), authority);
     let decided = pod.settled(decide, Refusal::is_transient).await;
     let upstream = decided.map_err(|source| {
         // The statuses of a refusal are constants; one that is none is our own fault.
@@ -266,15 +299,15 @@ async fn application(
         // Both asked first: whoever sends requests and takes them back at once makes no connections.
         biased;
         denied = admitted.revoked() => return Err(Error::Denied(denied)),
-        _ = connect.abandoned() => return Err(Error::Abandoned),
+        _ = abandoned => return Err(Error::Abandoned),
         dialled = dialled => dialled.map_err(Error::Dial)?,
     };
-    Ok((dialled, upstream, admitted))
+    Ok((Leg::new(dialled), upstream, admitted))
 }
 
 impl Error {
     /// The status that says so to the peer.
-    fn status(&self) -> StatusCode {
+    pub(super) fn status(&self) -> StatusCode {
         match self {
             Self::Refused { status, .. } => *status,
             // 401 and not 403: what Istio's peers know for a refusal by policy.

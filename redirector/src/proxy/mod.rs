@@ -6,6 +6,7 @@
 //! - `outbound`: 15001, the pod's own connections; over HBONE or plain
 //! - `inbound`: 15008, HBONE from other pods
 //! - `passthrough`: 15006, plain connections from outside
+//! - `same_node`: from 15001 to another pod of this node without a tunnel, if that is wanted
 //! - `connections`: the inbound connections, under the pod's policies
 //! - `hbone`, `dial`, `copy`: tunnels, connections, and the bytes between them
 //! - `peers`: what one peer may have of a pod's proxy
@@ -40,6 +41,7 @@ use self::{
     peers::Peers,
     plaintext::Plaintext,
     record::Party,
+    same_node::Residence,
 };
 use crate::{
     identity::store::{Held, Store},
@@ -65,6 +67,7 @@ mod plaintext;
 mod proxy_protocol;
 mod record;
 mod relay;
+mod same_node;
 
 #[cfg(test)]
 mod tests;
@@ -73,6 +76,7 @@ pub use self::{
     hbone::{Http2Config, pool::PoolConfig},
     peers::PeerConfig,
     record::Metrics,
+    same_node::Residents,
 };
 
 /// The header by which a caller on another network says which that is: its address means nothing here.
@@ -104,6 +108,8 @@ pub struct Config {
     pub loopback_application_tunnel: bool,
     /// Whether callers are told of the workload that they have reached, and what they tell of themselves is used in logs.
     pub response_baggage: bool,
+    /// Whether connections between two pods of this node are joined here, without TLS, after the same checks.
+    pub same_node_direct: bool,
     /// When a silent peer is taken for gone.
     pub keepalive: Keepalive,
     /// HTTP/2.
@@ -125,6 +131,7 @@ impl Default for Config {
             peers: PeerConfig::default(),
             loopback_application_tunnel: true,
             response_baggage: true,
+            same_node_direct: false,
             keepalive: Keepalive::default(),
             http2: Http2Config::default(),
             pool: PoolConfig::default(),
@@ -144,6 +151,8 @@ pub struct Shared {
     pub config: Config,
     /// Counters.
     pub metrics: Arc<Metrics>,
+    /// The pods that are served.
+    pub residents: Residents,
 }
 
 /// The pod that a proxy serves.
@@ -166,6 +175,7 @@ pub struct PodProxy {
     outbound: Listener,
     inbound: Listener,
     hbone: Listener,
+    residence: Option<Residence>,
     /// A proxy that is dropped, rather than stopped, ends as well, though nobody waits for it.
     ended: DropGuard,
 }
@@ -220,64 +230,21 @@ impl PodProxy {
     /// # Errors
     /// When a port is taken, the namespace cannot be entered, or a right is missing; nothing is left behind then.
     pub fn start(shared: Arc<Shared>, pod: PodContext) -> Result<Self, StartError> {
-        let PodContext {
-            info,
-            identity,
-            netns,
-            addresses,
-            strict,
-        } = pod;
         let marks = shared.redirector.marks();
-        let bind = |port, mark| bind(&shared, &netns, port, mark);
+        let bind = |port, mark| bind(&shared, &pod.netns, port, mark);
         let outbound = bind(PORT_OUTBOUND, marks.outbound_listener)?;
         let inbound = bind(PORT_INBOUND, marks.inbound_listeners)?;
         let hbone = bind(PORT_HBONE, marks.inbound_listeners)?;
 
-        let (tunnels, kill) = (TaskTracker::new(), CancellationToken::new());
-        let ended = kill.clone().drop_guard();
-        let pool = Pool::new(
-            shared.config.http2,
-            shared.config.pool,
-            tunnels.clone(),
-            kill.clone(),
-        );
-        let connections = Connections::new(info.clone(), shared.config.network.clone(), shared.mesh.clone());
-        let connections = Arc::new(connections);
-        tunnels.spawn(
-            kill.clone()
-                .run_until_cancelled_owned(connections.clone().follow()),
-        );
-        let pod = Arc::new(Pod {
-            pool,
-            connections,
-            peers: Peers::new(shared.config.peers),
-            plaintext: Arc::new(Plaintext::new(shared.metrics.clone(), &info, strict)),
-            party: (&info).into(),
-            info,
-            identity,
-            netns,
-            addresses: Mutex::new(
-                addresses
-                    .into_iter()
-                    .map(|address| address.to_canonical())
-                    .collect(),
-            ),
-            inbound_windows: WindowBudget::new(&shared.config.http2),
-            dial_ports: DialPorts::default(),
-            baggage: OwnBaggage::default(),
-            tunnelled: Arc::new(tokio::sync::Semaphore::new(shared.config.max_connections)),
-            tasks: TaskTracker::new(),
-            tunnels,
-            drain: kill.child_token(),
-            kill,
-            shared,
-        });
+        let pod = Pod::new(shared, pod);
         Ok(Self {
+            ended: pod.kill.clone().drop_guard(),
             outbound: Listener::start(&pod, outbound, outbound::connection),
             inbound: Listener::start(&pod, inbound, passthrough::connection),
             hbone: Listener::start(&pod, hbone, inbound::connection),
+            // Last: it is found by others from here on.
+            residence: Residence::of(&pod),
             pod,
-            ended,
         })
     }
 
@@ -304,9 +271,11 @@ impl PodProxy {
             outbound,
             inbound,
             hbone,
+            residence,
             ended,
         } = self;
         pod.drain.cancel();
+        drop(residence);
         // The accept loops drop their share of the listeners meanwhile.
         drop((outbound, inbound, hbone));
         pod.tasks.close();
@@ -334,6 +303,55 @@ fn bind(shared: &Shared, netns: &Netns, port: u16, mark: Option<Mark>) -> Result
 }
 
 impl Pod {
+    /// A pod without listeners. Its tasks end when it is killed.
+    fn new(shared: Arc<Shared>, pod: PodContext) -> Arc<Self> {
+        let PodContext {
+            info,
+            identity,
+            netns,
+            addresses,
+            strict,
+        } = pod;
+        let (tunnels, kill) = (TaskTracker::new(), CancellationToken::new());
+        let pool = Pool::new(
+            shared.config.http2,
+            shared.config.pool,
+            tunnels.clone(),
+            kill.clone(),
+        );
+        let connections = Connections::new(info.clone(), shared.config.network.clone(), shared.mesh.clone());
+        let connections = Arc::new(connections);
+        tunnels.spawn(
+            kill.clone()
+                .run_until_cancelled_owned(connections.clone().follow()),
+        );
+        Arc::new(Self {
+            pool,
+            connections,
+            peers: Peers::new(shared.config.peers),
+            plaintext: Arc::new(Plaintext::new(shared.metrics.clone(), &info, strict)),
+            party: (&info).into(),
+            info,
+            identity,
+            netns,
+            addresses: Mutex::new(
+                addresses
+                    .into_iter()
+                    .map(|address| address.to_canonical())
+                    .collect(),
+            ),
+            inbound_windows: WindowBudget::new(&shared.config.http2),
+            dial_ports: DialPorts::default(),
+            baggage: OwnBaggage::default(),
+            tunnelled: Arc::new(tokio::sync::Semaphore::new(shared.config.max_connections)),
+            tasks: TaskTracker::new(),
+            tunnels,
+            drain: kill.child_token(),
+            kill,
+            shared,
+        })
+    }
+
     /// Runs `task` until it ends or the pod's connections are killed. A panic ends that task alone.
     fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
         let kill = self.kill.clone();

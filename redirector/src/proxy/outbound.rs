@@ -32,8 +32,8 @@ use super::{
         pool::{Dialled, Key},
     },
     plaintext,
-    record::{Direction, Party, Reason, Record, Security},
-    relay,
+    record::{self, Direction, Party, Reason, Record, Security},
+    relay, same_node,
 };
 use crate::{
     identity::tls,
@@ -47,7 +47,7 @@ use crate::{
 
 /// Why a connection goes nowhere.
 #[derive(Debug, thiserror::Error)]
-enum Error {
+pub(super) enum Error {
     #[error("{0} is neither an address of this pod nor of anybody whose traffic it reroutes")]
     Stranger(SocketAddr),
     #[error("cannot tell where the connection was going")]
@@ -85,6 +85,8 @@ enum Way {
     Plain { upstream: Leg, on_wire: bool },
     /// Somebody at the far end of a tunnel.
     Tunnel(Stream),
+    /// A pod of this node, without a tunnel.
+    Neighbour(same_node::Neighbour),
     /// Somebody at the far end of a tunnel within another.
     Nested(Stream, nested::Driver),
 }
@@ -92,7 +94,7 @@ enum Way {
 /// Serves one accepted connection to its end. Whatever goes wrong, the application's leg is reset when it is dropped.
 pub(super) async fn connection(pod: Arc<Pod>, application: TcpStream, peer: SocketAddr) {
     let application = Leg::new(application);
-    let mut record = Box::new(Record::new(pod.shared.metrics.clone(), Direction::Outbound, peer));
+    let mut record = Record::new(pod.shared.metrics.clone(), Direction::Outbound, peer);
     // Boxed, since it takes many times what lives as long as the connection.
     let opened = Box::pin(async {
         tokio::select! {
@@ -104,6 +106,9 @@ pub(super) async fn connection(pod: Arc<Pod>, application: TcpStream, peer: Sock
     match opened.await {
         Ok(Way::Tunnel(mut stream)) => {
             relay::tunnelled(application, (&mut stream.source, &mut stream.sink), record, tail).await;
+        }
+        Ok(Way::Neighbour(neighbour)) => {
+            Box::pin(same_node::join(neighbour, &pod, application, peer, record)).await;
         }
         Ok(Way::Nested(stream, driver)) => {
             Box::pin(nested(application, stream, driver, record, tail)).await;
@@ -172,6 +177,14 @@ async fn hbone(pod: &Pod, peer: SocketAddr, route: HboneRoute, record: &mut Reco
     record.source.identity = Some(pod.identity.id().clone());
     record.destination = route.workload.as_ref().into();
     record.service = route.service.clone();
+    if pod.shared.config.same_node_direct {
+        match same_node::find(pod, peer, &route) {
+            Ok(neighbour) => return Ok(Way::Neighbour(neighbour)),
+            Err(elsewhere) => {
+                tracing::debug!(dst.workload = %route.workload.uid, reason = record::chain(&elsewhere), "goes over HBONE");
+            }
+        }
+    }
     record.open(Security::mutual_tls);
     let request = request(pod, peer, &route)?;
     let key = Key {

@@ -40,7 +40,7 @@ pub(super) async fn connection(pod: Arc<Pod>, client: TcpStream, peer: SocketAdd
             .refuse(&pod.info.uid, metrics, Reason::plain_connections, &client, peer);
     };
     let client = Leg::new(client);
-    let mut record = Box::new(Record::new(pod.shared.metrics.clone(), Direction::Inbound, peer));
+    let mut record = Record::new(pod.shared.metrics.clone(), Direction::Inbound, peer);
     let on_wire = !pod.is_self(peer.ip());
     // Boxed, since it takes many times what lives as long as the connection. Dropped, the client's leg is reset: refused, as
     // without a proxy.

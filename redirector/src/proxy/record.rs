@@ -50,7 +50,7 @@ enum Reporter {
 pub(crate) enum Security {
     /// HBONE.
     mutual_tls,
-    /// Plain TCP, or whatever the application does within it.
+    /// Plain TCP, or whatever the application does within it; and what is joined within the node.
     unknown,
 }
 
@@ -69,6 +69,7 @@ pub struct Metrics {
     received: Family<Labels, Counter>,
     sent: Family<Labels, Counter>,
     denied: Counter,
+    pub(super) same_node: Counter,
     refused: Family<Refused, Counter>,
     pub(super) plaintext: plaintext::Bytes,
 }
@@ -135,6 +136,11 @@ impl Metrics {
             "Connections and requests that the proxy could carry and must not",
             self.refused.clone(),
         );
+        registry.register(
+            "redirector_connections_same_node",
+            "Connections between two pods of this node that were joined without a tunnel",
+            self.same_node.clone(),
+        );
         self.plaintext.register(registry);
     }
 
@@ -180,6 +186,8 @@ pub(crate) struct Record {
     pub(super) admitted: Option<Arc<Entry>>,
     /// Where the pod's bytes in plain are counted; `None` of what is not in plain over the wire.
     pub(crate) plain: Option<Arc<Plaintext>>,
+    /// Joined with that of another pod of this node, without a tunnel.
+    pub(super) same_node: bool,
     open: Option<Open>,
     end: End,
 }
@@ -189,7 +197,7 @@ pub(crate) struct Record {
 pub(crate) struct Party {
     pub(crate) workload: Option<Arc<str>>,
     pub(crate) namespace: Option<Arc<str>>,
-    /// As proven by TLS, or of the local pod in TLS.
+    /// As proven by TLS, or of the local pod in TLS; within the node, as both would have proven it.
     pub(crate) identity: Option<SpiffeId>,
 }
 
@@ -228,9 +236,9 @@ enum End {
 }
 
 impl Record {
-    /// A connection that has come in.
-    pub(crate) fn new(metrics: Arc<Metrics>, direction: Direction, src: SocketAddr) -> Self {
-        Self {
+    /// A connection that has come in. Boxed: it is handed on and on, and each future on the way would have room for it.
+    pub(crate) fn new(metrics: Arc<Metrics>, direction: Direction, src: SocketAddr) -> Box<Self> {
+        Box::new(Self {
             metrics,
             started: Instant::now(),
             direction,
@@ -242,9 +250,10 @@ impl Record {
             service: None,
             admitted: None,
             plain: None,
+            same_node: false,
             open: None,
             end: End::Open,
-        }
+        })
     }
 
     /// It is known where the connection goes. Before that it is not counted, as by Istio.
@@ -284,6 +293,7 @@ impl Record {
             dst.addr = self.dst.map(field::display),
             dst.hbone_addr = self.hbone_dst,
             direction = self.direction(),
+            same_node = self.same_node.then_some(true),
             "connection opened"
         );
     }
@@ -381,6 +391,7 @@ impl Drop for Record {
                     dst.namespace = self.destination.namespace.as_deref(),
                     dst.identity = self.destination.identity.as_ref().map(field::display),
                     direction = self.direction(),
+                    same_node = self.same_node.then_some(true),
                     bytes_sent = open.sent.bytes.load(Ordering::Relaxed),
                     bytes_recv = open.received.bytes.load(Ordering::Relaxed),
                     duration = %format_args!("{}ms", self.started.elapsed().as_millis()),
@@ -409,7 +420,7 @@ mod tests {
 
     use super::*;
 
-    fn metrics_of(act: impl FnOnce(Record)) -> String {
+    fn metrics_of(act: impl FnOnce(Box<Record>)) -> String {
         let metrics = Arc::new(Metrics::default());
         act(Record::new(
             metrics.clone(),
@@ -429,7 +440,7 @@ mod tests {
     #[test]
     fn every_end_is_counted() {
         const LABELS: &str = "{reporter=\"destination\",connection_security_policy=\"unknown\"}";
-        let open = |mut record: Record| {
+        let open = |mut record: Box<Record>| {
             record.open(Security::unknown);
             record.counts().0.add(5);
             record
@@ -441,7 +452,7 @@ mod tests {
             (
                 "in order",
                 false,
-                Box::new(move |record| open(record).end(Ok(()))) as Box<dyn FnOnce(Record)>,
+                Box::new(move |record| open(record).end(Ok(()))) as Box<dyn FnOnce(Box<Record>)>,
             ),
             (
                 "by an application's reset",
@@ -483,10 +494,11 @@ mod tests {
     #[test]
     fn a_connection_that_was_not_opened_is_denied_and_a_tunnel_is_none() {
         let denied = metrics_of(|record| record.fail(&io::Error::other("no")));
-        assert_eq!(denied, "redirector_connections_denied_total 1");
+        const REST: &str = "redirector_connections_same_node_total 0";
+        assert_eq!(denied, format!("redirector_connections_denied_total 1\n{REST}"));
         assert_eq!(
-            metrics_of(Record::into_tunnel),
-            "redirector_connections_denied_total 0"
+            metrics_of(|record| record.into_tunnel()),
+            format!("redirector_connections_denied_total 0\n{REST}")
         );
     }
 

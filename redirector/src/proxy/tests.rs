@@ -143,13 +143,7 @@ impl Path {
                         Ok(stream) => stream,
                         Err(error) => return record.fail(&error),
                     };
-                    relay::tunnelled(
-                        application,
-                        (&mut stream.source, &mut stream.sink),
-                        Box::new(record),
-                        TAIL,
-                    )
-                    .await;
+                    relay::tunnelled(application, (&mut stream.source, &mut stream.sink), record, TAIL).await;
                 }));
             }
         }));
@@ -184,7 +178,7 @@ impl Path {
                             let mut stream = connect.accept(HeaderMap::new()).unwrap();
                             let stream = (&mut stream.source, &mut stream.sink);
                             admitted
-                                .run(relay::tunnelled(application, stream, Box::new(record), TAIL))
+                                .run(relay::tunnelled(application, stream, record, TAIL))
                                 .await;
                         }));
                     })
@@ -202,7 +196,7 @@ impl Path {
     }
 }
 
-fn is_reset(result: std::io::Result<usize>) -> bool {
+pub(super) fn is_reset(result: std::io::Result<usize>) -> bool {
     matches!(result, Err(error) if error.kind() == std::io::ErrorKind::ConnectionReset)
 }
 
@@ -243,7 +237,7 @@ async fn fin_is_fin_each_way_by_itself() {
 }
 
 /// The metrics, once they say `line`: records end a moment after their connections.
-async fn until(metrics: &Metrics, line: &str) -> String {
+pub(super) async fn until(metrics: &Metrics, line: &str) -> String {
     let mut registry = prometheus_client::registry::Registry::default();
     metrics.register(&mut registry);
     let mut text = String::new();

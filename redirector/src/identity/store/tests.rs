@@ -185,11 +185,13 @@ async fn an_old_certificate_serves_to_its_end_and_not_longer() {
     let world = World::new();
     let answers = world.source.stream();
     let held = world.store.hold(&id("web"));
+    assert!(held.current().is_none());
     answers.send(Ok(world.svid("web"))).await.unwrap();
     held.server_config().await.unwrap();
     answers.send(failure("CA is down")).await.unwrap();
     taken(&held).await;
     world.advance(Duration::from_secs(3590));
+    assert!(held.current().is_some());
     held.server_config().await.unwrap();
     world.advance(Duration::from_secs(20));
     for error in [
@@ -202,6 +204,7 @@ async fn an_old_certificate_serves_to_its_end_and_not_longer() {
             "{error}"
         );
     }
+    assert!(held.current().is_none());
 }
 
 #[tokio::test(start_paused = true)]

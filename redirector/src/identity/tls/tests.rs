@@ -441,3 +441,65 @@ fn the_first_spiffe_name_is_the_peer() {
     assert_eq!(peer_identity(&[]), None);
     assert_eq!(peer_identity(&[b"junk".to_vec().into()]), None);
 }
+
+/// The verdicts are those of handshakes, for the same certificates.
+#[tokio::test]
+async fn two_would_meet_where_a_handshake_succeeds() {
+    let (ca, other) = (TestCa::new(), TestCa::new());
+    let foreign = SpiffeId::new("other.domain", "shop", "cart").unwrap();
+    let of_foreign = || Credentials::new(&ca.svid(&foreign)).unwrap();
+    let usage = |usage: ExtendedKeyUsagePurpose| {
+        let leaf = ca.leaf(&[&id("web").to_string()], |params| {
+            params.extended_key_usages = vec![usage];
+        });
+        let svid = Svid {
+            chain: vec![leaf.certificate],
+            key: leaf.key,
+            ..ca.svid(&id("web"))
+        };
+        Credentials::new(&svid).unwrap()
+    };
+    for (name, client, server, meets) in [
+        ("usual", credentials(&ca, "web"), credentials(&ca, "cart"), true),
+        (
+            "authorities",
+            credentials(&ca, "web"),
+            credentials(&other, "cart"),
+            false,
+        ),
+        ("client's domain", of_foreign(), credentials(&ca, "cart"), false),
+        ("both in another", of_foreign(), of_foreign(), true),
+        (
+            "no client's certificate",
+            usage(ExtendedKeyUsagePurpose::ServerAuth),
+            credentials(&ca, "cart"),
+            false,
+        ),
+    ] {
+        let config = client.client_config(std::slice::from_ref(&server.id)).unwrap();
+        let outcome = handshake(Arc::new(config), server.server_config().unwrap()).await;
+        assert_eq!(outcome.client.is_ok(), meets, "{name}: {outcome:?}");
+        let met = client.would_meet(&server, SystemTime::now());
+        assert_eq!(met.is_ok(), meets, "{name}: {met:?}");
+        let day = Duration::from_secs(24 * 3600);
+        for now in [SystemTime::now() - day, SystemTime::now() + day] {
+            client.would_meet(&server, now).unwrap_err();
+        }
+    }
+}
+
+#[test]
+fn who_would_be_taken_for_another_does_not_meet() {
+    let ca = TestCa::new();
+    let leaf = ca.leaf(&[&id("admin").to_string(), &id("web").to_string()], |_| {});
+    let svid = Svid {
+        chain: vec![leaf.certificate],
+        key: leaf.key,
+        ..ca.svid(&id("web"))
+    };
+    let two = Credentials::new(&svid).unwrap();
+    let cart = credentials(&ca, "cart");
+    for (client, server) in [(&two, &cart), (&cart, &two)] {
+        client.would_meet(server, SystemTime::now()).unwrap_err();
+    }
+}
