@@ -1,12 +1,14 @@
 //! Network namespaces: held by an open descriptor, named by device and inode, entered for the time of a closure.
 
 use std::{
+    cell::Cell,
     fmt, fs, io,
     os::{
         fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
         unix::fs::{MetadataExt, OpenOptionsExt},
     },
     path::Path,
+    sync::OnceLock,
 };
 
 use nix::{
@@ -151,12 +153,13 @@ impl Netns {
     /// # Aborts
     /// When the thread cannot be brought back: it would go on to serve others from within a pod.
     pub fn run<T>(&self, f: impl FnOnce() -> T) -> io::Result<T> {
-        let home = Self::current()?;
-        if home.id == self.id {
+        let here = Here::of_thread()?;
+        if here.netns().id == self.id {
             return Ok(f());
         }
         setns(&self.fd, CloneFlags::CLONE_NEWNET)?;
-        let _restore = Restore(home);
+        AT_HOME.set(false);
+        let _return = Return(&here);
         Ok(f())
     }
 
@@ -220,15 +223,60 @@ impl AsFd for Netns {
     }
 }
 
-/// Brings the thread back on drop, so on a panic too.
-struct Restore(Netns);
+/// The namespace from which the process first went into another one: that of its threads, unless somebody else moved them.
+static HOME: OnceLock<Netns> = OnceLock::new();
 
-impl Drop for Restore {
+thread_local! {
+    /// Whether the calling thread is known to be in [`HOME`]. Each connection is dialled in a pod, and asking the kernel where a
+    /// thread is takes as long as going there and back.
+    static AT_HOME: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Where a thread is.
+enum Here {
+    /// In [`HOME`].
+    Home(&'static Netns),
+    /// Within another call of [`Netns::run`], or moved by others.
+    Elsewhere(Netns),
+}
+
+impl Here {
+    fn of_thread() -> io::Result<Self> {
+        if AT_HOME.get()
+            && let Some(home) = HOME.get()
+        {
+            return Ok(Self::Home(home));
+        }
+        let here = Netns::current()?;
+        if let Some(home) = HOME.get()
+            && home.id == here.id
+        {
+            return Ok(Self::Home(home));
+        }
+        Ok(match HOME.set(here) {
+            Ok(()) => Self::Home(HOME.get().expect("it was set just now")),
+            Err(here) => Self::Elsewhere(here),
+        })
+    }
+
+    fn netns(&self) -> &Netns {
+        match self {
+            Self::Home(home) => home,
+            Self::Elsewhere(here) => here,
+        }
+    }
+}
+
+/// Brings the thread back on drop, so on a panic too.
+struct Return<'a>(&'a Here);
+
+impl Drop for Return<'_> {
     fn drop(&mut self) {
-        if let Err(error) = setns(&self.0.fd, CloneFlags::CLONE_NEWNET) {
+        if let Err(error) = setns(&self.0.netns().fd, CloneFlags::CLONE_NEWNET) {
             tracing::error!(%error, "cannot return to the node's network namespace");
             std::process::abort();
         }
+        AT_HOME.set(matches!(self.0, Here::Home(_)));
     }
 }
 
