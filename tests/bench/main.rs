@@ -27,7 +27,7 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Benchmark {
-    /// Throughput, new connections and latency between two pods: direct, plain through the proxy, over HBONE
+    /// Throughput, new connections and latency between two pods: direct, plain through the proxy, over HBONE, joined in the agent
     Proxy(proxy::Arguments),
     /// The ways of redirecting compared: none, iptables, eBPF
     Redirect(redirect::Arguments),

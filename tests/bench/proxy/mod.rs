@@ -1,5 +1,5 @@
 //! What the detour costs: the same traffic between the same two pods without an agent in the way, in plain through the proxies,
-//! and over HBONE. `cargo xtask bench` builds and runs it.
+//! over HBONE, and joined in the agent. `cargo xtask bench` builds and runs it.
 //!
 //! Rounds alternate between the [`modes`], so that what else the machine does weighs on all alike; what counts is the ratio.
 //! [`traffic`] is what each round measures, [`memory`] comes at the end; [`targets`] says what is to be reached, [`report`]

@@ -14,6 +14,8 @@ pub(crate) enum Mode {
     Plain,
     /// Through both proxies, over HBONE
     Hbone,
+    /// Through the agent, which joins both pods' ends (--same-node-direct)
+    SameNode,
 }
 
 impl Compared for Mode {
@@ -22,6 +24,7 @@ impl Compared for Mode {
             Self::Direct => "direct",
             Self::Plain => "plain",
             Self::Hbone => "HBONE",
+            Self::SameNode => "same node",
         }
     }
 
@@ -30,17 +33,22 @@ impl Compared for Mode {
             Self::Direct => (0x9e, 0x9e, 0x9e),
             Self::Plain => (0xe6, 0x9f, 0x00),
             Self::Hbone => (0x00, 0x5a, 0xa0),
+            Self::SameNode => (0x00, 0x9e, 0x73),
         }
     }
 }
 
 impl Mode {
     /// A node with an agent and two pods between which it goes this way.
-    pub(crate) fn mesh(self, options: Options) -> Mesh {
+    pub(crate) fn mesh(self, mut options: Options) -> Mesh {
         match self {
             Self::Direct => Mesh::started(options, |client, server| Workloads::hbone([client, server])),
             Self::Plain => Mesh::plaintext(options),
             Self::Hbone => Mesh::hbone(options),
+            Self::SameNode => {
+                options.arguments.push("--same-node-direct".to_owned());
+                Mesh::hbone(options)
+            }
         }
     }
 }

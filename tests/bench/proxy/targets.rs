@@ -36,6 +36,8 @@ pub(crate) fn all(results: &Results, sizes: &Sizes) -> Vec<Target> {
     vec![
         by_direct(BULK, UPLOAD, Mode::Hbone, Goal::AtLeast(0.40)),
         by_direct(BULK, DOWNLOAD, Mode::Hbone, Goal::AtLeast(0.40)),
+        by_direct(BULK, UPLOAD, Mode::SameNode, Goal::AtLeast(0.55)),
+        by_direct(BULK, DOWNLOAD, Mode::SameNode, Goal::AtLeast(0.55)),
         by_direct(MANY, REQUESTS, Mode::Hbone, Goal::AtLeast(0.38)),
         by_direct(ONE, P50, Mode::Hbone, Goal::AtMost(3.0)),
         by_direct(SHORT, CONNECTIONS, Mode::Hbone, Goal::AtLeast(0.50)),
