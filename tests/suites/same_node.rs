@@ -30,6 +30,7 @@ const TESTS: &[(&str, Test)] = &[
         "nothing_is_on_a_wire_and_both_records_say_so",
         nothing_is_on_a_wire_and_both_records_say_so,
     ),
+    ("by_a_service_and_to_itself", by_a_service_and_to_itself),
     (
         "bulk_arrives_whole_and_fin_is_fin",
         bulk_arrives_whole_and_fin_is_fin,
@@ -191,6 +192,44 @@ fn nothing_is_on_a_wire_and_both_records_say_so(family: Family, mut options: Opt
             assert_eq!(sample.value, 0.0, "{sample:?}");
         }
     }
+}
+
+fn by_a_service_and_to_itself(family: Family, options: Options) {
+    let vips = [[10, 90, 0, 1].into(), "fd90::1".parse().unwrap()];
+    let mesh = Mesh::enrolled(direct(options), |client, server| {
+        let workloads = Workloads::hbone([client, server]);
+        workloads.with_service("echo.demo.svc.cluster.local", &vips, 80, server, PORT)
+    });
+    let _app = App::start(&mesh.server.ns, (family.any(), PORT).into(), app::who);
+    let vip = vips
+        .into_iter()
+        .find(|vip| vip.is_ipv4() == family.any().is_ipv4());
+    let vip = SocketAddr::new(vip.unwrap(), 80);
+    ready(&mesh.agent, &mesh.client, vip);
+    for pod in [&mesh.client, &mesh.server] {
+        let before = joined(&mesh.agent);
+        let seen = app::ask_who(&pod.ns, vip).unwrap();
+        assert_eq!(seen, pod.ip(family).to_string());
+        assert_eq!(joined(&mesh.agent), before + 1.0, "{}", pod.name);
+    }
+    let by_service = |entry: &BTreeMap<String, String>| {
+        entry["direction"] == "outbound"
+            && entry
+                .get("dst.service")
+                .is_some_and(|name| name == "echo.demo.svc.cluster.local")
+            && entry.get("same_node").is_some_and(|is| is == "true")
+            && entry["dst.hbone_addr"] == mesh.server.addr(family, PORT).to_string()
+    };
+    wait::until("both by the service's name", || {
+        (mesh
+            .agent
+            .access_log()
+            .iter()
+            .filter(|one| by_service(one))
+            .count()
+            >= 2)
+            .then_some(())
+    });
 }
 
 fn bulk_arrives_whole_and_fin_is_fin(family: Family, options: Options) {
