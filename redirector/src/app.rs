@@ -371,9 +371,9 @@ fn make_state_dir(config: &Config) -> Result<(), Error> {
     })
 }
 
-/// Gives back every minute what a burst has left.
+/// Gives back soon what a burst has left.
 async fn release_memory(stop: CancellationToken) {
-    const INTERVAL: Duration = Duration::from_secs(60);
+    const INTERVAL: Duration = Duration::from_secs(10);
     while timeout(INTERVAL, stop.cancelled()).await.is_err() {
         // It holds up whoever allocates at that moment, for some milliseconds per gigabyte.
         let _ = tokio::task::spawn_blocking(process::release_memory).await;

@@ -22,7 +22,7 @@ use super::{
     pod::PodInfo,
     service::{LoadBalancerMode, Service},
     spiffe::SpiffeId,
-    workload::{GatewayAddress, Protocol, Workload, canonical},
+    workload::{ApplicationTunnel, GatewayAddress, Protocol, Workload, canonical},
 };
 
 mod gateway;
@@ -343,9 +343,16 @@ fn expected(workload: &Workload, service: Option<&Arc<Service>>) -> Result<Arc<[
     Ok(expected.into())
 }
 
-/// Whether plaintext that came to `destination` may pass to the application: not to one of the proxy's ports.
-pub fn passthrough_allowed(destination: SocketAddr) -> bool {
-    !PROXY_PORTS.contains(&destination.port())
+/// Whether plaintext that came to `destination` may pass to the application of `local`: not to one of the proxy's ports, and not to
+/// the port of an application tunnel whose connections begin with a word on who calls: anybody could write that.
+pub fn passthrough_allowed(mesh: &Mesh, local: Local<'_>, destination: SocketAddr) -> bool {
+    let tunnel = mesh
+        .local(local.info, local.network)
+        .and_then(|workload| workload.application_tunnel);
+    let is_tunnel = |tunnel: ApplicationTunnel| {
+        tunnel.proxy_protocol && tunnel.port.is_some_and(|port| port == destination.port())
+    };
+    !PROXY_PORTS.contains(&destination.port()) && !tunnel.is_some_and(is_tunnel)
 }
 
 #[cfg(test)]

@@ -365,6 +365,14 @@ impl Source for TcpSource<'_> {
                 Ok(bytes) => {
                     if bytes == self.read_bytes {
                         self.read_bytes = (bytes * 2).min(READ_BYTES_MOST);
+                    } else if bytes < READ_BYTES_FIRST {
+                        self.read_bytes = (self.read_bytes / 2).max(READ_BYTES_FIRST);
+                    }
+                    // Many small messages may wait in a queue that counts their bytes: they must not have a large buffer each.
+                    if bytes <= self.buffer.capacity() / 4 {
+                        let chunk = Bytes::copy_from_slice(&self.buffer);
+                        self.buffer.clear();
+                        return Poll::Ready(Ok(Some(chunk)));
                     }
                     return Poll::Ready(Ok(Some(self.buffer.split().freeze())));
                 }

@@ -3,6 +3,7 @@
 //! `pods::lifecycle` starts and stops a [`PodProxy`] per pod.
 //!
 //! - `accept`: the accept loop that the listeners share
+//! - `addresses`: which are the pod's own
 //! - `outbound`: 15001, the pod's own connections; over HBONE or plain
 //! - `inbound`: 15008, HBONE from other pods
 //! - `passthrough`: 15006, plain connections from outside
@@ -14,12 +15,7 @@
 //! - `baggage`, `proxy_protocol`: what is told of callers to other proxies, and to applications
 //! - `record`: counters and the access log
 
-use std::{
-    net::IpAddr,
-    os::fd::AsFd,
-    sync::{Arc, Mutex, PoisonError},
-    time::Duration,
-};
+use std::{net::IpAddr, os::fd::AsFd, sync::Arc, time::Duration};
 
 use redirector_common::consts::{Mark, PORT_HBONE, PORT_INBOUND, PORT_OUTBOUND};
 use tokio::{
@@ -34,6 +30,7 @@ use tokio_util::{
 
 use self::{
     accept::Listener,
+    addresses::OwnAddresses,
     baggage::OwnBaggage,
     connections::Connections,
     dial::DialPorts,
@@ -54,6 +51,7 @@ use crate::{
 };
 
 mod accept;
+mod addresses;
 mod baggage;
 mod connections;
 mod copy;
@@ -201,8 +199,7 @@ struct Pod {
     netns: Arc<Netns>,
     /// For the windows of the tunnels that come in.
     inbound_windows: WindowBudget,
-    /// Known addresses of the pod; grows when an interface turns out to have another.
-    addresses: Mutex<Vec<IpAddr>>,
+    addresses: OwnAddresses,
     pool: Pool,
     dial_ports: DialPorts,
     /// What comes in, under the pod's policies.
@@ -334,12 +331,7 @@ impl Pod {
             info,
             identity,
             netns,
-            addresses: Mutex::new(
-                addresses
-                    .into_iter()
-                    .map(|address| address.to_canonical())
-                    .collect(),
-            ),
+            addresses: OwnAddresses::new(addresses),
             inbound_windows: WindowBudget::new(&shared.config.http2),
             dial_ports: DialPorts::default(),
             baggage: OwnBaggage::default(),
@@ -391,38 +383,23 @@ impl Pod {
         }
     }
 
-    /// Whether `address` is one of the pod's own, as far as that was asked before.
-    fn knows_address(&self, address: IpAddr) -> bool {
-        let addresses = self.addresses.lock().unwrap_or_else(PoisonError::into_inner);
-        addresses.contains(&address)
+    /// Whether `address` is the pod's own, so that what goes there is on no wire.
+    fn is_self(&self, address: IpAddr) -> bool {
+        address.is_loopback() || address.is_unspecified() || self.has_address(address)
     }
 
-    /// Whether `address` is the pod's own, so that what goes there is on no wire. A strict pod's interfaces are asked, if need be,
-    /// before it is refused to talk to itself.
-    fn is_self(&self, address: IpAddr) -> bool {
-        address.is_loopback()
-            || address.is_unspecified()
-            || self.knows_address(address)
-            || (self.plaintext.is_refused() && self.has_address(address))
+    /// Whether `address` is one of the pod's own, as far as that is known without asking.
+    fn knows_address(&self, address: IpAddr) -> bool {
+        self.addresses.known_to_have(address)
     }
 
     /// Whether `address` is one of the pod's own.
     fn has_address(&self, address: IpAddr) -> bool {
-        if self.knows_address(address) {
-            return true;
-        }
-        let found = self
-            .netns
-            .run(|| socket::has_address(address))
-            .and_then(|found| found)
-            .unwrap_or_else(|error| {
+        self.addresses.have(address, || {
+            let asked = self.netns.run(socket::own_addresses);
+            asked.and_then(|found| found).map_err(|error| {
                 tracing::warn!(uid = %self.info.uid, %error, "cannot list the pod's addresses");
-                false
-            });
-        if found {
-            let mut addresses = self.addresses.lock().unwrap_or_else(PoisonError::into_inner);
-            addresses.push(address);
-        }
-        found
+            })
+        })
     }
 }

@@ -194,15 +194,15 @@ async fn hbone(pod: &Pod, peer: SocketAddr, route: HboneRoute, record: &mut Reco
         tunnel: route.tunnel,
     };
     let mut stream = pod.pool.open(&key, &request, || dial_tunnel(pod, &route)).await?;
+    // Not to be held as long as the connection; here they tell nothing that is not known.
+    stream.headers = HeaderMap::new();
     let Some(expected) = &route.inner else {
-        // They would be held as long as the connection, and tell nothing that is not known.
-        stream.headers = HeaderMap::new();
         record.destination.identity = stream.peer().cloned();
         return Ok(Way::Tunnel(stream));
     };
-    let (stream, driver) = within(pod, stream, request, &route, expected).await?;
+    let (mut stream, driver) = within(pod, stream, request, &route, expected).await?;
     // Nobody here knows more of the far end than it says itself.
-    let told = Told::by(&stream.headers);
+    let told = Told::by(&std::mem::take(&mut stream.headers));
     record.destination = Party {
         workload: told.workload.map(Into::into),
         namespace: told.namespace.map(Into::into),
@@ -236,6 +236,9 @@ async fn within(
     })
 }
 
+/// Time that the last words of a tunnel within another have to leave.
+const LAST_WORDS: Duration = Duration::from_secs(2);
+
 /// Relays a connection whose tunnel is within another, and runs that tunnel to its end.
 async fn nested(
     application: Leg,
@@ -252,8 +255,9 @@ async fn nested(
     let mut relayed = pin!(relayed);
     tokio::select! {
         () = &mut relayed => {
-            // Its last words: the end of the stream or its reset, of HTTP/2, of TLS, and of the stream below.
-            let _ = timeout(tail, driver).await;
+            // Its last words: the end of the stream or its reset, of HTTP/2, of TLS, and of the stream below. Nobody is waited for
+            // longer than it takes to pass them on: what waits here counts as a connection of the pod's.
+            let _ = timeout(tail.min(LAST_WORDS), driver).await;
         }
         () = &mut driver => relayed.await,
     }

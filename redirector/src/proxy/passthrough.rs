@@ -20,8 +20,8 @@ use crate::mesh::{index::Mesh, route};
 enum Refused {
     #[error("cannot tell where the connection was going")]
     OriginalDst(#[source] io::Error),
-    #[error("{0} is a port of the proxy itself")]
-    ProxyPort(SocketAddr),
+    #[error("{0} is a port of the proxy itself, or that of an application tunnel, and not for plaintext")]
+    NotInPlain(SocketAddr),
     #[error(transparent)]
     Plaintext(#[from] plaintext::Refused),
     #[error(transparent)]
@@ -64,8 +64,8 @@ async fn open(
     let destination = pod.shared.redirector.original_dst(client.as_fd());
     let destination = destination.map_err(Refused::OriginalDst)?;
     record.dst = Some(destination);
-    if !route::passthrough_allowed(destination) {
-        return Err(Refused::ProxyPort(destination));
+    if !route::passthrough_allowed(&pod.mesh(), pod.local(), destination) {
+        return Err(Refused::NotInPlain(destination));
     }
     record.source = pod
         .mesh()

@@ -350,6 +350,9 @@ impl Drop for Record {
             End::Open => {
                 let denied = self.admitted.as_ref().and_then(|entry| entry.denied());
                 let refused = self.plain.as_ref().is_some_and(|plain| plain.is_refused());
+                if denied.is_none() && refused {
+                    self.metrics.refused(Reason::plaintext);
+                }
                 Some(match denied {
                     Some(denied) => chain(&denied),
                     None if refused => plaintext::Refused.to_string(),

@@ -54,8 +54,8 @@ impl Residence {
         if !pod.shared.config.same_node_direct {
             return None;
         }
-        let addresses = pod.addresses.lock().unwrap_or_else(PoisonError::into_inner);
-        let addresses: Vec<_> = addresses.iter().copied().filter(|ip| !ip.is_loopback()).collect();
+        let addresses = pod.addresses.first().iter().copied();
+        let addresses: Vec<_> = addresses.filter(|ip| !ip.is_loopback()).collect();
         let mut pods = pod.shared.residents.lock();
         for address in &addresses {
             pods.entry(*address).or_default().push(Arc::downgrade(pod));
@@ -174,8 +174,9 @@ pub(super) struct Neighbour {
 /// something is missing, it is HBONE that waits for it, or fails.
 pub(super) fn find(client: &Pod, peer: SocketAddr, route: &HboneRoute) -> Result<Neighbour, Elsewhere> {
     let destination = direct(route).ok_or(Elsewhere::NotDirect)?;
-    // The far end sees where a tunnel comes from, which is the pod's own address whomever it reroutes.
-    let is_own = !peer.ip().is_loopback() && client.knows_address(peer.ip());
+    // The far end sees where a tunnel comes from, which is the pod's own address whomever it reroutes. By the mesh's word, and not
+    // the pod's: it may give itself any address within its namespace, while a tunnel from there would not come about.
+    let is_own = route.caller.has_address(peer.ip());
     if !is_own || peer.is_ipv4() != destination.is_ipv4() {
         return Err(Elsewhere::ForeignClient);
     }

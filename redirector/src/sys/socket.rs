@@ -258,15 +258,19 @@ pub fn unacknowledged_bytes(connection: BorrowedFd<'_>) -> io::Result<usize> {
     Ok(usize::try_from(bytes).unwrap_or(0))
 }
 
-/// Whether the calling thread's namespace has `address` on one of its interfaces, now.
-pub fn has_address(address: IpAddr) -> io::Result<bool> {
+/// The addresses that the interfaces of the calling thread's namespace have now.
+///
+/// # Errors
+/// Those of getifaddrs(3).
+pub fn own_addresses() -> io::Result<Vec<IpAddr>> {
     Ok(nix::ifaddrs::getifaddrs()?
         .filter_map(|interface| interface.address)
-        .any(|found| {
+        .filter_map(|found| {
             let v4 = found.as_sockaddr_in().map(|v4| IpAddr::V4(v4.ip()));
             let v6 = found.as_sockaddr_in6().map(|v6| IpAddr::V6(v6.ip()));
-            v4.or(v6) == Some(address)
-        }))
+            v4.or(v6)
+        })
+        .collect())
 }
 
 /// Reads what there is into the spare capacity of `buffer`; 0 is the end of the bytes.
@@ -367,8 +371,9 @@ mod tests {
 
     #[test]
     fn interfaces_are_asked_for_addresses() {
-        assert!(has_address(Ipv4Addr::LOCALHOST.into()).unwrap());
-        assert!(!has_address("192.0.2.77".parse().unwrap()).unwrap());
+        let own = own_addresses().unwrap();
+        assert!(own.contains(&Ipv4Addr::LOCALHOST.into()));
+        assert!(!own.contains(&"192.0.2.77".parse().unwrap()));
     }
 
     #[test]

@@ -255,18 +255,32 @@ fn an_hbone_workload_without_an_identity_is_not_reached() {
 }
 
 #[test]
-fn plaintext_does_not_pass_to_the_proxy_s_ports() {
-    for (destination, allowed) in [
-        ("10.0.0.1:80", true),
-        ("10.0.0.1:15001", false),
-        ("10.0.0.1:15006", false),
-        ("[fd00::1]:15008", false),
-        ("[fd00::1]:15009", true),
+fn plaintext_does_not_pass_to_the_proxy_s_ports_nor_to_a_tunnel_that_believes_its_headers() {
+    let info = info("web");
+    let tunnel = |proxy_protocol, port| ApplicationTunnel { proxy_protocol, port };
+    for (destination, tunnel, allowed) in [
+        ("10.0.0.1:80", None, true),
+        ("10.0.0.1:15001", None, false),
+        ("10.0.0.1:15006", None, false),
+        ("[fd00::1]:15008", None, false),
+        ("[fd00::1]:15009", None, true),
+        ("10.0.0.1:8080", Some(tunnel(true, Some(8080))), false),
+        ("10.0.0.1:80", Some(tunnel(true, Some(8080))), true),
+        ("10.0.0.1:8080", Some(tunnel(true, None)), true),
+        ("10.0.0.1:8080", Some(tunnel(false, Some(8080))), true),
     ] {
+        let mut web = workload("web", "10.0.0.1");
+        web.application_tunnel = tunnel;
+        let mesh = Mesh::new(vec![web], vec![]);
+        let local = Local {
+            info: &info,
+            network: "",
+        };
+        let destination = destination.parse().unwrap();
         assert_eq!(
-            passthrough_allowed(destination.parse().unwrap()),
+            passthrough_allowed(&mesh, local, destination),
             allowed,
-            "{destination}"
+            "{destination} {tunnel:?}"
         );
     }
 }
