@@ -1,4 +1,4 @@
-//! The benchmark of redirection works, and leaves what it says: one round with amounts so small that its figures mean nothing.
+//! The benchmarks work, and leave what they say: a round or two with amounts so small that their figures mean nothing.
 
 use std::{
     collections::BTreeSet,
@@ -28,18 +28,34 @@ const PLOTS: [&str; 7] = [
     "throughput",
 ];
 
+const PROXY_PLOTS: [&str; 6] = [
+    "connections",
+    "cpu",
+    "latency",
+    "memory",
+    "requests",
+    "throughput",
+];
+
 fn main() -> ExitCode {
     suite(
         Needs::Agent,
         1,
-        vec![case(
-            "redirect_writes_every_file_and_every_figure",
-            redirect_writes_every_file_and_every_figure,
-        )],
+        vec![
+            case(
+                "redirect_writes_every_file_and_every_figure",
+                redirect_writes_every_file_and_every_figure,
+            ),
+            case(
+                "proxy_writes_every_file_and_every_figure",
+                proxy_writes_every_file_and_every_figure,
+            ),
+        ],
     )
 }
 
-fn redirect_writes_every_file_and_every_figure() {
+/// Runs a benchmark with tiny amounts: its files, whose plots and page go together, and its values.
+fn tiny(name: &str, rounds: u32, plots: &[&str]) -> Value {
     let directory = Directory::create(&unique_prefix()).expect("a directory for the files");
     let out = directory.path().join("out");
     // At Ctrl-C it cleans up by itself, as the terminal tells it too.
@@ -51,7 +67,7 @@ fn redirect_writes_every_file_and_every_figure() {
             "--",
             env!("CARGO_BIN_EXE_redirector-bench"),
         ])
-        .args(["redirect", "--size", "tiny", "--rounds", "2", "--out"])
+        .args([name, "--size", "tiny", "--rounds", &rounds.to_string(), "--out"])
         .arg(&out);
     let mut bench =
         Process::start(&mut command, &directory.path().join("log")).expect("the benchmark starts");
@@ -59,13 +75,49 @@ fn redirect_writes_every_file_and_every_figure() {
     assert!(status.success(), "{status}: {}", bench.output());
 
     let read = |name: &str| fs::read_to_string(out.join(name)).unwrap_or_else(|e| panic!("{name}: {e}"));
-    for plot in PLOTS {
-        let name = format!("redirect-{plot}.svg");
-        let svg = read(&name);
-        assert!(svg.contains("</svg>") && !svg.contains("NaN"), "{name}: {svg}");
-        assert!(read("redirect.md").contains(&format!("]({name})")), "{name}");
+    let page = read(&format!("{name}.md"));
+    assert!(page.contains("A trial") && !page.contains("\n\n\n"), "{page}");
+    for plot in plots {
+        let file = format!("{name}-{plot}.svg");
+        let svg = read(&file);
+        assert!(svg.contains("</svg>") && !svg.contains("NaN"), "{file}: {svg}");
+        assert!(page.contains(&format!("]({file})")), "{file}");
     }
-    let report: Value = serde_json::from_str(&read("redirect.json")).expect("it is JSON");
+    let report: Value = serde_json::from_str(&read(&format!("{name}.json"))).expect("it is JSON");
+    let unmeasured: Vec<&Value> = measures(&report)
+        .filter(|measure| measure["reached"].is_null())
+        .collect();
+    assert!(unmeasured.is_empty(), "{unmeasured:?}");
+    no_namespace_is_left(bench.pid());
+    report
+}
+
+fn proxy_writes_every_file_and_every_figure() {
+    let report = tiny("proxy", 1, &PROXY_PLOTS);
+    let modes: BTreeSet<String> = texts(&report["modes"]).collect();
+    assert!(
+        modes.contains("direct") && modes.contains("plain") && modes.contains("HBONE"),
+        "{modes:?}"
+    );
+    for (group, figure) in [
+        ("bulk, one stream", "upload"),
+        ("bulk, one stream", "CPU per GiB, the agent's own"),
+        ("requests, one connection", "p50"),
+        ("requests, 32 connections", "requests"),
+        ("short connections", "new connections"),
+    ] {
+        let figure = find(&report, group, figure);
+        let measured = figure["modes"].as_object().expect("modes");
+        assert_eq!(measured.len(), modes.len(), "{figure}");
+        for (mode, values) in measured {
+            let rounds = values["rounds"].as_array().expect("rounds");
+            assert_eq!(rounds.len(), 1, "{mode}: {figure}");
+        }
+    }
+}
+
+fn redirect_writes_every_file_and_every_figure() {
+    let report = tiny("redirect", 2, &PLOTS);
     let modes: BTreeSet<String> = texts(&report["modes"]).collect();
     assert!(modes.contains("none") && modes.iter().any(|mode| mode.starts_with("ebpf")));
     for group in ["outbound, plain", "inbound, plain", "pod to pod, HBONE"] {
@@ -93,15 +145,10 @@ fn redirect_writes_every_file_and_every_figure() {
         Some(modes.len() - 1),
         "all but none: {enrolment}"
     );
-    let unmeasured: Vec<&Value> = measures(&report)
-        .filter(|measure| measure["reached"].is_null())
-        .collect();
-    assert!(unmeasured.is_empty(), "{unmeasured:?}");
     assert!(
         measures(&report).any(|measure| measure["measure"].as_str().unwrap().contains("net of an empty")),
         "no program was measured"
     );
-    no_namespace_is_left(bench.pid());
 }
 
 fn texts(list: &Value) -> impl Iterator<Item = String> {
