@@ -62,6 +62,10 @@ pub enum Needs {
 
 /// Runs a suite, `threads` tests at a time unless the command line says otherwise.
 pub fn main(needs: Needs, threads: usize, cases: Vec<Case>) -> ExitCode {
+    // Some hold more connections at a time than the usual limit of 1,024 files allows.
+    if let Err(error) = redirector::sys::socket::raise_file_limit() {
+        eprintln!("the limit of open files stays as it is: {error}");
+    }
     let mut arguments = Arguments::from_args();
     // Ctrl-C ends the tests that run by a panic, so that they remove what they made; the others do not begin.
     if let Err(error) = wait::watch_signals() {

@@ -200,7 +200,7 @@ async fn hbone(pod: &Pod, peer: SocketAddr, route: HboneRoute, record: &mut Reco
         record.destination.identity = stream.peer().cloned();
         return Ok(Way::Tunnel(stream));
     };
-    let (mut stream, driver) = within(pod, stream, request, &route, expected).await?;
+    let (mut stream, driver) = Box::pin(within(pod, stream, request, &route, expected)).await?;
     // Nobody here knows more of the far end than it says itself.
     let told = Told::by(&std::mem::take(&mut stream.headers));
     record.destination = Party {

@@ -222,7 +222,8 @@ impl Pool {
                 _ => {}
             }
         }
-        let made = self.connect(key, dial).await;
+        // Boxed, since it takes several kilobytes that most connections, which find a tunnel, would carry with them.
+        let made = Box::pin(self.connect(key, dial)).await;
         let mut peers = self.peers.lock();
         let peer = peers.entry(key.clone()).or_default();
         peer.attempts += 1;
