@@ -5,7 +5,7 @@
 //!
 //! ```text
 //! mesh
-//! sys | telemetry | serve
+//! sys | telemetry | serve | control_plane
 //! redirect | identity | discovery
 //! proxy
 //! pods
@@ -19,6 +19,7 @@ pub mod admin;
 pub mod app;
 pub mod cni;
 pub mod config;
+pub mod control_plane;
 pub mod debug;
 pub mod discovery;
 pub mod identity;

@@ -9,7 +9,7 @@ use std::{
 /// The layers, lowest first, as in the library's documentation. Neighbours on one line don't use each other.
 const LAYERS: &[&[&str]] = &[
     &["mesh"],
-    &["sys", "telemetry", "serve"],
+    &["sys", "telemetry", "serve", "control_plane"],
     &["redirect", "identity", "discovery"],
     &["proxy"],
     &["pods"],
