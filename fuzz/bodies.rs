@@ -1,7 +1,12 @@
 //! What each target does with its bytes: hands them to a reader of ours, and checks what comes of it. The targets of libFuzzer are
 //! made of this, and so is redirector/tests/fuzz.rs, by which every run of the unit tests has a go at all of them.
 
-use std::{net::SocketAddr, sync::OnceLock};
+use std::{
+    net::{IpAddr, SocketAddr},
+    sync::OnceLock,
+};
+
+use http::{HeaderMap, HeaderValue};
 
 use redirector::{
     discovery::file,
@@ -12,6 +17,10 @@ use redirector::{
         spiffe::SpiffeId,
     },
     pods::{wire::Event, zds},
+    proxy::{
+        baggage::{BAGGAGE, MAX_VALUE, Told},
+        proxy_protocol,
+    },
     redirect::{
         overrides::Overrides,
         rules::{Interfaces, Networks, Ports},
@@ -29,6 +38,8 @@ pub(crate) const TARGETS: &[Target] = &[
     ("zds", zds_message),
     ("rules", rules),
     ("spiffe", spiffe),
+    ("baggage", baggage),
+    ("proxy_header", proxy_header),
 ];
 
 /// Runs the target of this name.
@@ -152,5 +163,70 @@ fn spiffe(bytes: &[u8]) {
     };
     if let Ok(id) = text.parse::<SpiffeId>() {
         assert_eq!(id.to_string(), text);
+    }
+}
+
+/// What a peer says of itself, a header a line: no more of it is taken than a name can have.
+fn baggage(bytes: &[u8]) {
+    let lines = bytes.split(|byte| *byte == b'\n');
+    let values = lines.filter_map(|line| HeaderValue::from_bytes(line).ok());
+    let headers: HeaderMap = values
+        .map(|value| (http::HeaderName::from_static(BAGGAGE), value))
+        .collect();
+    let told = Told::by(&headers);
+    for name in [told.namespace, told.workload].into_iter().flatten() {
+        assert!((1..=MAX_VALUE).contains(&name.chars().count()), "{name:?}");
+        assert!(!name.contains(','), "{name:?}");
+    }
+}
+
+/// Two addresses and an identity: a reader of PROXY protocol finds them in the header again.
+fn proxy_header(bytes: &[u8]) {
+    let Some((fixed, service_account)) = bytes.split_first_chunk::<38>() else {
+        return;
+    };
+    let address = |at: usize| {
+        let octets: [u8; 16] = fixed[at..at + 16].try_into().expect("16 of them");
+        let ip = IpAddr::from(octets).to_canonical();
+        SocketAddr::new(ip, u16::from_be_bytes([fixed[at + 16], fixed[at + 17]]))
+    };
+    let (source, destination) = (address(0), address(18));
+    let name = String::from_utf8_lossy(service_account);
+    // The last bytes choose the namespace, so that it varies too.
+    let Ok(identity) = SpiffeId::new("td", &format!("n{}", fixed[36]), &name) else {
+        return;
+    };
+    let header = proxy_protocol::header(source, destination, &identity);
+    let (head, rest) = header.split_at(16);
+    assert_eq!(&head[..13], b"\r\n\r\n\0\r\nQUIT\n\x21");
+    assert_eq!(usize::from(u16::from_be_bytes([head[14], head[15]])), rest.len());
+    let (ips, width): (Vec<IpAddr>, usize) = match head[13] {
+        0x11 => (
+            rest[..8]
+                .chunks(4)
+                .map(|ip| <[u8; 4]>::try_from(ip).expect("4").into())
+                .collect(),
+            4,
+        ),
+        0x21 => (
+            rest[..32]
+                .chunks(16)
+                .map(|ip| <[u8; 16]>::try_from(ip).expect("16").into())
+                .collect(),
+            16,
+        ),
+        other => panic!("family {other:#x}"),
+    };
+    let port = |at: usize| u16::from_be_bytes([rest[2 * width + at], rest[2 * width + at + 1]]);
+    let read: Vec<_> = ips.iter().map(IpAddr::to_canonical).collect();
+    assert_eq!(read, [source.ip(), destination.ip()]);
+    assert_eq!((port(0), port(2)), (source.port(), destination.port()));
+    let tlv = &rest[2 * width + 4..];
+    if !tlv.is_empty() {
+        assert_eq!(
+            (tlv[0], usize::from(u16::from_be_bytes([tlv[1], tlv[2]]))),
+            (0xd0, tlv.len() - 3)
+        );
+        assert_eq!(&tlv[3..], identity.to_string().as_bytes());
     }
 }

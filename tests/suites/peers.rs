@@ -1,4 +1,4 @@
-//! Peers that share no code with us: curl and nginx in the pods, openssl, Python's h2 and Envoy as HBONE's other end.
+//! Peers that share no code with us: curl and nginx, h2load and HAProxy in the pods, openssl, Python's h2 and Envoy as HBONE's other end.
 
 use std::{fs, path::Path, process::ExitCode, time::Duration};
 
@@ -28,6 +28,9 @@ fn main() -> ExitCode {
         let name = family.name();
         cases.push(case(format!("curl_reaches_nginx_{name}"), move || {
             curl_reaches_nginx(family)
+        }));
+        cases.push(case(format!("h2load_crowds_haproxy_{name}"), move || {
+            h2load_crowds_haproxy(family)
         }));
         cases.push(case(format!("openssl_handshakes_{name}"), move || {
             openssl_handshakes(family)
@@ -88,6 +91,71 @@ fn curl_reaches_nginx(family: Family) {
     );
     assert!(status.success(), "{size}");
     assert_eq!(size, (3 << 20).to_string());
+    assert!(opened_ports(&capture.stop()).iter().all(|port| *port == 15008));
+}
+
+/// HTTP/2 within the tunnels: many streams on few connections, and each request's body both ways.
+fn h2load_crowds_haproxy(family: Family) {
+    const REQUESTS: u32 = 2000;
+    // More than a frame, and less than what HAProxy buffers.
+    const BODY: usize = 40_000;
+    let mesh = Mesh::hbone(Options::default());
+    let directory = mesh.node.directory();
+    let (config, answer, body) = ["haproxy.cfg", "answer", "body"]
+        .map(|name| directory.join(name))
+        .into();
+    fs::write(&answer, vec![b'a'; BODY]).unwrap();
+    fs::write(&body, vec![b'b'; BODY]).unwrap();
+    // The header shows what arrived of the request's body.
+    let text = format!(
+        "global
+           tune.bufsize 65536
+         defaults
+           mode http
+           timeout client 60s
+           timeout server 60s
+           timeout connect 60s
+         frontend all
+           bind 0.0.0.0:{PORT} proto h2
+           bind [::]:{PORT} v6only proto h2
+           option http-buffer-request
+           http-request return status 200 content-type text/plain hdr x-from %[src] file {} if {{ req.body_size eq {BODY} }}
+           http-request return status 400 content-type text/plain hdr x-from %[src] string short\n",
+        answer.display()
+    );
+    fs::write(&config, text).unwrap();
+    let mut haproxy = command(&mesh.server.ns, "haproxy");
+    // Without a master: one process, which ends when it is told to.
+    let haproxy = haproxy.arg("-db").arg("-f").arg(&config);
+    let _haproxy = Process::start(haproxy, &directory.join("haproxy.log")).unwrap();
+    let url = format!("http://{}/", mesh.server.addr(family, PORT));
+    let seen = wait::until("HAProxy", || {
+        let mut curl = command(&mesh.client.ns, "curl");
+        curl.args([
+            "--silent",
+            "--globoff",
+            "--max-time",
+            "30",
+            "--http2-prior-knowledge",
+        ]);
+        curl.args(["--output", "/dev/null", "--write-out", "%header{x-from}"]);
+        let (status, text) = output(curl.arg(&url), DEADLINE);
+        status.success().then_some(text)
+    });
+    assert_eq!(seen, mesh.client.ip(family).to_string());
+    let capture = mesh.node.capture(&mesh.server);
+    let mut h2load = command(&mesh.client.ns, "h2load");
+    h2load.args(["--clients", "8", "--max-concurrent-streams", "32", "--requests"]);
+    h2load
+        .arg(REQUESTS.to_string())
+        .arg("--data")
+        .arg(&body)
+        .arg(&url);
+    let (status, text) = output(&mut h2load, DEADLINE);
+    assert!(status.success(), "{text}");
+    let all = format!("{REQUESTS} succeeded, 0 failed, 0 errored, 0 timeout");
+    assert!(text.contains(&all), "{text}");
+    assert!(text.contains(&format!("{REQUESTS} 2xx")), "{text}");
     assert!(opened_ports(&capture.stop()).iter().all(|port| *port == 15008));
 }
 

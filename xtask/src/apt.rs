@@ -34,6 +34,8 @@ pub(crate) const TESTS: &[Program] = &[
     ("nft", "nftables"),
     ("iptables-nft-restore", "iptables"),
     ("nginx", "nginx-light"),
+    ("haproxy", "haproxy"),
+    ("h2load", "nghttp2-client"),
     ("openssl", "openssl"),
     ("ethtool", "ethtool"),
     ("/usr/bin/python3", "python3"),

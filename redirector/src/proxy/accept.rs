@@ -70,11 +70,6 @@ async fn accept<F>(
         match listener.accept().await {
             Ok((stream, peer)) => {
                 back_off = BackOff(BACK_OFF_FIRST);
-                if let Err(error) = socket::tune(&stream, pod.shared.config.keepalive) {
-                    // It is gone already.
-                    tracing::debug!(%peer, %error, "accepted connection takes no options");
-                    continue;
-                }
                 let task = connection(pod.clone(), stream, socket::canonical(peer));
                 // Not an async block: it would hold the task twice, as what it captured and as what it awaits.
                 pod.spawn(task.map(move |()| drop(permit)));

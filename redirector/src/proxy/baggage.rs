@@ -8,10 +8,11 @@ use http::{HeaderMap, HeaderValue};
 
 use crate::mesh::workload::Workload;
 
-pub(super) const BAGGAGE: &str = "baggage";
+/// Name of the header.
+pub const BAGGAGE: &str = "baggage";
 
-/// Longest value that is taken from a peer; names in Kubernetes have 253 characters at most.
-const MAX_VALUE: usize = 253;
+/// Longest value, in characters, that is taken from a peer; names in Kubernetes have 253 characters at most.
+pub const MAX_VALUE: usize = 253;
 
 /// A workload as a header. `None` when nothing is known of it, or what is known cannot be in a header: it serves labels only.
 fn header(workload: &Workload) -> Option<HeaderValue> {
@@ -54,14 +55,16 @@ impl OwnBaggage {
 
 /// What a peer says of a workload, as far as it is of use here.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub(super) struct Told {
-    pub(super) namespace: Option<String>,
-    pub(super) workload: Option<String>,
+pub struct Told {
+    /// Kubernetes namespace.
+    pub namespace: Option<String>,
+    /// Name of the controller, or of the pod.
+    pub workload: Option<String>,
 }
 
 impl Told {
     /// From all `baggage` headers together; of a key that comes again, the last one counts.
-    pub(super) fn by(headers: &HeaderMap) -> Self {
+    pub fn by(headers: &HeaderMap) -> Self {
         let mut told = Self::default();
         let texts = headers
             .get_all(BAGGAGE)

@@ -52,7 +52,7 @@ use crate::{
 
 mod accept;
 mod addresses;
-mod baggage;
+pub mod baggage;
 mod connections;
 mod copy;
 mod dial;
@@ -62,7 +62,7 @@ mod outbound;
 mod passthrough;
 mod peers;
 mod plaintext;
-mod proxy_protocol;
+pub mod proxy_protocol;
 mod record;
 mod relay;
 mod same_node;
@@ -291,7 +291,7 @@ fn bind(shared: &Shared, netns: &Netns, port: u16, mark: Option<Mark>) -> Result
     let listener = || -> std::io::Result<TcpListener> {
         let socket = netns.run(|| socket::bound(port, mark, shared.config.ipv6))??;
         shared.redirector.own_socket(socket.as_fd())?;
-        TcpListener::from_std(socket::listen(socket)?)
+        TcpListener::from_std(socket::listen(socket, shared.config.keepalive)?)
     };
     listener().map_err(|source| StartError {
         operation: format!("listening on port {port} in {}", netns.id()),

@@ -17,7 +17,7 @@ const TCP6: u8 = 0x21;
 const TYPE_IDENTITY: u8 = 0xd0;
 
 /// The header of a connection from `source`, who has proven to be `identity`, to `destination`.
-pub(super) fn header(source: SocketAddr, destination: SocketAddr, identity: &SpiffeId) -> Vec<u8> {
+pub fn header(source: SocketAddr, destination: SocketAddr, identity: &SpiffeId) -> Vec<u8> {
     let mut addresses = Vec::with_capacity(36);
     let family = match (source.ip(), destination.ip()) {
         (IpAddr::V4(source), IpAddr::V4(destination)) => {

@@ -83,8 +83,10 @@ fn bound_to(address: SocketAddr, mark: Option<Mark>) -> io::Result<Socket> {
     Ok(socket)
 }
 
-/// Makes a [`bound`] socket listen.
-pub fn listen(socket: Socket) -> io::Result<std::net::TcpListener> {
+/// Makes a [`bound`] socket listen. Its connections have what [`tune`] sets from the start: the kernel copies the listener's
+/// options (tcp_create_openreq_child, inet_csk_clone_lock), which spares some system calls for each.
+pub fn listen(socket: Socket, keepalive: Keepalive) -> io::Result<std::net::TcpListener> {
+    tune(&socket, keepalive)?;
     socket.listen(BACKLOG)?;
     Ok(socket.into())
 }
@@ -351,7 +353,7 @@ mod tests {
         socket
             .bind(&SocketAddr::from((Ipv6Addr::UNSPECIFIED, 0)).into())
             .unwrap();
-        let listener = listen(socket).unwrap();
+        let listener = listen(socket, Keepalive::default()).unwrap();
         let target = SocketAddr::from((Ipv4Addr::LOCALHOST, listener.local_addr().unwrap().port()));
         let _client = std::net::TcpStream::connect(target).unwrap();
         let (accepted, _) = listener.accept().unwrap();
@@ -377,24 +379,28 @@ mod tests {
     }
 
     #[test]
-    fn options_of_a_connection_are_set() {
-        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-        let client = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    fn options_are_set_on_a_connection_and_inherited_from_a_listener() {
         let keepalive = Keepalive {
             user_timeout: true,
             ..Keepalive::default()
         };
+        let listener = listen(bound(0, None, false).unwrap(), keepalive).unwrap();
+        let target = (Ipv4Addr::LOCALHOST, listener.local_addr().unwrap().port());
+        let client = std::net::TcpStream::connect(target).unwrap();
         tune(&client, keepalive).unwrap();
-        let socket = SockRef::from(&client);
-        assert!(socket.tcp_nodelay().unwrap());
-        assert!(socket.keepalive().unwrap());
-        assert_eq!(socket.tcp_keepalive_time().unwrap(), Duration::from_secs(180));
-        assert_eq!(socket.tcp_keepalive_interval().unwrap(), Duration::from_secs(180));
-        assert_eq!(socket.tcp_keepalive_retries().unwrap(), 9);
-        assert_eq!(
-            socket.tcp_user_timeout().unwrap(),
-            Some(Duration::from_secs(1800))
-        );
+        let (accepted, _) = listener.accept().unwrap();
+        for connection in [client, accepted] {
+            let socket = SockRef::from(&connection);
+            assert!(socket.tcp_nodelay().unwrap());
+            assert!(socket.keepalive().unwrap());
+            assert_eq!(socket.tcp_keepalive_time().unwrap(), Duration::from_secs(180));
+            assert_eq!(socket.tcp_keepalive_interval().unwrap(), Duration::from_secs(180));
+            assert_eq!(socket.tcp_keepalive_retries().unwrap(), 9);
+            assert_eq!(
+                socket.tcp_user_timeout().unwrap(),
+                Some(Duration::from_secs(1800))
+            );
+        }
     }
 
     #[test]
