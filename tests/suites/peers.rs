@@ -55,7 +55,7 @@ fn curl_reaches_nginx(family: Family) {
     fs::write(directory.join("www/file"), vec![b'x'; 3 << 20]).unwrap();
     let config = directory.join("nginx.conf");
     let text = format!(
-        "daemon off; user root; pid {d}/nginx.pid; error_log stderr; worker_processes 1; events {{}}
+        "daemon off; master_process off; user root; pid {d}/nginx.pid; error_log stderr; events {{}}
          http {{ access_log off; client_body_temp_path {d}/t1; proxy_temp_path {d}/t2; fastcgi_temp_path {d}/t3;
          uwsgi_temp_path {d}/t4; scgi_temp_path {d}/t5;
          server {{ listen {PORT}; listen [::]:{PORT}; root {d}/www;

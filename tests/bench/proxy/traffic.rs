@@ -63,7 +63,7 @@ impl Servers {
         let config = directory.join("nginx.conf");
         // One worker, so that it is the same server whatever the machine has.
         let text = format!(
-            "daemon off; user root; pid {d}/nginx.pid; error_log stderr; worker_processes 1; events {{ worker_connections 8192; }}
+            "daemon off; master_process off; user root; pid {d}/nginx.pid; error_log stderr; events {{ worker_connections 8192; }}
              http {{ access_log off; keepalive_requests 100000000; keepalive_timeout 1h; client_body_temp_path {d}/n1;
              proxy_temp_path {d}/n2; fastcgi_temp_path {d}/n3; uwsgi_temp_path {d}/n4; scgi_temp_path {d}/n5;
              server {{ listen {HTTP_PORT}; listen [::]:{HTTP_PORT}; location / {{ return 200 'hello from the other pod\\n'; }} }} }}",
