@@ -18,6 +18,8 @@ use crate::{
 pub(crate) enum Profile {
     /// Optimised.
     Release,
+    /// Optimised as a whole: what is shipped, and minutes longer to build.
+    Dist,
 }
 
 /// Builds the object. Where rustup's nightly looked usable but fails, Debian's Rust is tried, unless one was forced; the
@@ -132,6 +134,15 @@ pub(crate) fn binaries(object: &Path, profile: Profile) -> Result<Built> {
     Ok(built)
 }
 
+/// The daemon as it is shipped.
+pub(crate) fn shipped_daemon(object: &Path) -> Result<Built> {
+    let step = Step::start("daemon as it is shipped, which takes some minutes");
+    let arguments = ["build", "--package", "redirector", "--bin", "redirector"];
+    let built = cargo_executables(&arguments, object, Profile::Dist)?;
+    step.done();
+    Ok(built)
+}
+
 /// The suites that need root: those of these names, or all when none is named.
 pub(crate) fn suites(object: &Path, profile: Profile, names: &[&str]) -> Result<Built> {
     let step = Step::start("privileged test suites");
@@ -157,6 +168,7 @@ fn cargo_executables(arguments: &[&str], object: &Path, profile: Profile) -> Res
         .env("REDIRECTOR_REQUIRE_EBPF", "1");
     match profile {
         Profile::Release => cargo.arg("--release"),
+        Profile::Dist => cargo.args(["--profile", "dist"]),
     };
     process::run_lines(&mut cargo, |line| {
         let Ok(message) = serde_json::from_str::<Value>(line) else {

@@ -169,7 +169,8 @@ fn bench(way: Option<Way>, benchmark: Benchmark, arguments: &[String]) -> Result
     let object = build::ebpf_object(way)?;
     let bins = build::binaries(&object, Profile::Release)?;
     let mut command = process::command(bins.find("redirector-bench")?);
-    command.env("REDIRECTOR_BIN", bins.find("redirector")?);
+    let daemon = build::shipped_daemon(&object)?;
+    command.env("REDIRECTOR_BIN", daemon.find("redirector")?);
     command.arg(match benchmark {
         Benchmark::Proxy => "proxy",
         Benchmark::Redirect => "redirect",
