@@ -32,6 +32,7 @@ use crate::{
     discovery::{
         self,
         file::{self, FileSource},
+        state::State,
     },
     identity::{
         CertSource,
@@ -395,30 +396,27 @@ fn start_mesh(
     tasks: &mut JoinSet<()>,
     stop: &CancellationToken,
 ) -> Result<watch::Receiver<Arc<Mesh>>, Error> {
-    let (sender, receiver) = match &config.mesh {
+    let (source, file) = match &config.mesh {
         MeshSource::File(path) => {
             let (source, mesh) = FileSource::open(path).map_err(Error::Workloads)?;
-            let (sender, receiver) = watch::channel(mesh);
-            tasks.spawn(source.run(sender, stop.clone()));
-            log_mesh(&receiver);
-            return Ok(receiver);
+            (Some(source), Some(mesh))
         }
-        MeshSource::Inline(text) => watch::channel(Arc::new(
-            file::parse(text, "LOCAL_XDS").map_err(Error::Workloads)?,
-        )),
+        MeshSource::Inline(text) => {
+            let mesh = file::parse(text, "LOCAL_XDS").map_err(Error::Workloads)?;
+            (None, Some(mesh))
+        }
         MeshSource::None => {
             warn!(
                 "no workload file (--workloads): no workload is known, so every connection of an enrolled pod is refused"
             );
-            watch::channel(Arc::new(Mesh::default()))
+            (None, None)
         }
     };
-    let stop = stop.clone();
-    // The receivers must not find the channel closed.
-    tasks.spawn(async move {
-        stop.cancelled().await;
-        drop(sender);
-    });
+    let (state, handle, receiver) = State::new(file);
+    tasks.spawn(state.run(stop.clone()));
+    if let Some(source) = source {
+        tasks.spawn(source.run(handle, stop.clone()));
+    }
     log_mesh(&receiver);
     Ok(receiver)
 }

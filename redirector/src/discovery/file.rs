@@ -4,12 +4,15 @@
 
 use std::{collections::HashSet, hash::Hash, path::Path, sync::Arc};
 
-use tokio::{sync::watch, time::MissedTickBehavior};
+use tokio::time::MissedTickBehavior;
 use tokio_util::sync::CancellationToken;
 
-use super::{Error, Location};
+use super::{Error, Location, state::Handle};
 use crate::{
-    mesh::index::Mesh,
+    mesh::{
+        index::{Mesh, Update},
+        strings::Strings,
+    },
     sys::follow::{Followed, POLL_INTERVAL},
 };
 
@@ -85,7 +88,16 @@ pub fn parse(text: &str, origin: &str) -> Result<Mesh, Error> {
             }
         }
     }
-    Ok(Mesh::new(workloads, services).with_policies(policies))
+    let mut mesh = Mesh::default();
+    let mut strings = Strings::default();
+    let workloads = workloads.into_iter().map(|one| Update::Workload(Arc::new(one)));
+    let services = services.into_iter().map(|one| Update::Service(Arc::new(one)));
+    let policies = policies.into_iter().map(|one| Update::Policy(Arc::new(one)));
+    for mut update in workloads.chain(services).chain(policies) {
+        update.share(&mut strings);
+        mesh.apply(update);
+    }
+    Ok(mesh)
 }
 
 /// The YAML library's message without path and line, which are told apart from it.
@@ -125,18 +137,18 @@ impl FileSource {
     ///
     /// # Errors
     /// When it cannot be read, or is not what it should be.
-    pub fn open(path: &Path) -> Result<(Self, Arc<Mesh>), Error> {
+    pub fn open(path: &Path) -> Result<(Self, Mesh), Error> {
         let (followed, text) = Followed::open(path).map_err(|source| Error::Read {
             path: path.into(),
             source,
         })?;
         let mesh = parse(&text, &path.display().to_string())?;
-        Ok((Self(followed), Arc::new(mesh)))
+        Ok((Self(followed), mesh))
     }
 
-    /// Follows the file until `shutdown`: sends a new snapshot when its content has changed, and keeps the one before when
-    /// the new content is not what it should be.
-    pub async fn run(self, mesh: watch::Sender<Arc<Mesh>>, shutdown: CancellationToken) {
+    /// Follows the file until `shutdown`: hands in what it holds when its content has changed, and nothing when the new content
+    /// is not what it should be.
+    pub async fn run(self, mesh: Handle, shutdown: CancellationToken) {
         let mut ticks = tokio::time::interval(POLL_INTERVAL);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut follower = Follower::new(self);
@@ -164,7 +176,9 @@ impl FileSource {
                     let (workloads, services) = new.len();
                     let policies = new.policies();
                     tracing::info!(path = %follower.0.path().display(), workloads, services, policies, "workload file read again");
-                    mesh.send_replace(Arc::new(new));
+                    if mesh.replace_file(new).await.is_err() {
+                        return;
+                    }
                 }
                 Err(error) => {
                     let error: &dyn std::error::Error = &error;

@@ -1,4 +1,4 @@
-//! What the mesh knows: the discovery seam. A source brings snapshots of the mesh; `app` hands them to the proxy.
+//! What the mesh knows: the discovery seam. Sources bring changes; [`state`] owns the mesh and hands snapshots to the proxy.
 //!
 //! What a source cannot understand, or what this proxy does not enforce, is refused here: nothing further in has to doubt
 //! a snapshot.
@@ -6,6 +6,7 @@
 use std::{fmt, io, path::PathBuf};
 
 pub mod file;
+pub mod state;
 
 /// Why there is no snapshot of the mesh.
 #[derive(Debug, thiserror::Error)]

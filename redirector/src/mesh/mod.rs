@@ -9,6 +9,7 @@ pub mod policy;
 pub mod route;
 pub mod service;
 pub mod spiffe;
+pub mod strings;
 pub mod workload;
 
 #[cfg(test)]

@@ -1,10 +1,11 @@
 //! Services: names and virtual addresses in front of workloads.
 
 use std::{
-    collections::BTreeMap,
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
     sync::Arc,
 };
+
+use litemap::LiteMap;
 
 use super::{
     spiffe::SpiffeId,
@@ -23,7 +24,7 @@ pub struct Service {
     /// Ranges of virtual addresses.
     pub cidr_vips: Vec<CidrVip>,
     /// Service port to target port; 0 is a named port, which the endpoints map themselves.
-    pub ports: BTreeMap<u16, u16>,
+    pub ports: LiteMap<u16, u16>,
     /// Identities that stand for the service beside its endpoints' own.
     pub subject_alt_names: Vec<SpiffeId>,
     /// The waypoint that service-addressed traffic must go through.
@@ -60,7 +61,16 @@ pub struct CidrVip {
 impl CidrVip {
     /// The range of `prefix_len` bits that holds `address`; `None` when an address has fewer bits.
     pub fn of(network: Arc<str>, address: IpAddr, prefix_len: u8) -> Option<Self> {
-        let address = match canonical(address) {
+        let address = Self::first_of(address, prefix_len)?;
+        Some(Self {
+            first: NetworkAddress { network, address },
+            prefix_len,
+        })
+    }
+
+    /// The first address of that range.
+    pub(super) fn first_of(address: IpAddr, prefix_len: u8) -> Option<IpAddr> {
+        Some(match canonical(address) {
             IpAddr::V4(address) => {
                 let shift = 32_u32.checked_sub(prefix_len.into())?;
                 IpAddr::V4(Ipv4Addr::from_bits(
@@ -73,10 +83,6 @@ impl CidrVip {
                     address.to_bits() & u128::MAX.checked_shl(shift).unwrap_or(0),
                 ))
             }
-        };
-        Some(Self {
-            first: NetworkAddress { network, address },
-            prefix_len,
         })
     }
 }

@@ -23,18 +23,30 @@ impl SpiffeId {
     /// The identity of `service_account` in `namespace`; a part that is empty, or has a character that is not in SPIFFE
     /// identities, is refused.
     pub fn new(trust_domain: &str, namespace: &str, service_account: &str) -> Result<Self, InvalidSpiffeId> {
+        Self::of(trust_domain.into(), namespace.into(), service_account.into())
+    }
+
+    /// The same, of parts that are shared.
+    pub fn of(
+        trust_domain: Arc<str>,
+        namespace: Arc<str>,
+        service_account: Arc<str>,
+    ) -> Result<Self, InvalidSpiffeId> {
         // SPIFFE-ID sections 2.1 and 2.2: these characters alone, of which trust domains use the small letters.
         let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
         let usable = |part: &str| !matches!(part, "" | "." | "..") && part.chars().all(allowed);
-        if ![trust_domain, namespace, service_account].into_iter().all(usable) {
+        if ![&*trust_domain, &*namespace, &*service_account]
+            .into_iter()
+            .all(usable)
+        {
             return Err(InvalidSpiffeId {
                 text: format!("spiffe://{trust_domain}/ns/{namespace}/sa/{service_account}"),
             });
         }
         Ok(Self {
-            trust_domain: trust_domain.into(),
-            namespace: namespace.into(),
-            service_account: service_account.into(),
+            trust_domain,
+            namespace,
+            service_account,
         })
     }
 

@@ -1,10 +1,13 @@
 //! Workloads and services for unit tests: all in namespace `shop`, with names made from one word.
 
-use std::{collections::BTreeMap, net::IpAddr, sync::Arc};
+use std::{net::IpAddr, sync::Arc};
+
+use litemap::LiteMap;
 
 use super::{
+    index::{Mesh, Update},
     pod::PodInfo,
-    policy::PolicyName,
+    policy::{Policy, PolicyName},
     service::{IpFamilies, LoadBalancer, Service},
     spiffe::SpiffeId,
     workload::{Locality, NamespacedHostname, NetworkAddress, Protocol, Workload, WorkloadUid},
@@ -64,7 +67,7 @@ pub(crate) fn workload(name: &str, address: &str) -> Workload {
         application_tunnel: None,
         healthy: true,
         capacity: 1,
-        services: BTreeMap::from([(host("cart"), BTreeMap::from([(80, 8080)]))]),
+        services: LiteMap::from_iter([(host("cart"), LiteMap::from_iter([(80, 8080)]))]),
         canonical_name: Arc::default(),
         canonical_revision: Arc::default(),
         workload_name: Arc::default(),
@@ -83,7 +86,7 @@ pub(crate) fn service(name: &str, vip: &str) -> Service {
             address: ip(vip),
         }],
         cidr_vips: vec![],
-        ports: BTreeMap::from([(80, 8080)]),
+        ports: LiteMap::from_iter([(80, 8080)]),
         subject_alt_names: vec![],
         waypoint: None,
         weighted_waypoints: vec![],
@@ -92,4 +95,12 @@ pub(crate) fn service(name: &str, vip: &str) -> Service {
         canonical: false,
         namespace_only: false,
     }
+}
+
+/// The same mesh with these policies too.
+pub(crate) fn with_policies(mut mesh: Mesh, policies: impl IntoIterator<Item = Policy>) -> Mesh {
+    for policy in policies {
+        mesh.apply(Update::Policy(Arc::new(policy)));
+    }
+    mesh
 }

@@ -1,6 +1,8 @@
 //! Workloads: the pods of the mesh, on any node, as discovery tells of them.
 
-use std::{collections::BTreeMap, fmt, net::IpAddr, sync::Arc};
+use std::{fmt, net::IpAddr, sync::Arc};
+
+use litemap::LiteMap;
 
 use super::{
     policy::PolicyName,
@@ -144,7 +146,7 @@ pub struct Workload {
     /// Weight in load balancing; 0 is never chosen.
     pub capacity: u32,
     /// The services it is an endpoint of, with service port to target port.
-    pub services: BTreeMap<NamespacedHostname, BTreeMap<u16, u16>>,
+    pub services: LiteMap<NamespacedHostname, LiteMap<u16, u16>>,
     /// Canonical name, for labels.
     pub canonical_name: Arc<str>,
     /// Canonical revision, for labels.
@@ -160,7 +162,9 @@ pub struct Workload {
 impl Workload {
     /// Its identity.
     pub fn identity(&self) -> Result<SpiffeId, InvalidSpiffeId> {
-        SpiffeId::new(&self.trust_domain, &self.namespace, &self.service_account)
+        let [trust_domain, namespace, service_account] =
+            [&self.trust_domain, &self.namespace, &self.service_account].map(Arc::clone);
+        SpiffeId::of(trust_domain, namespace, service_account)
     }
 
     /// Whether `address` is one of its own.

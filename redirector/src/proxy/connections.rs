@@ -242,8 +242,15 @@ impl Table {
     fn update(&mut self, mesh: Arc<Mesh>, info: &PodInfo, network: &str) {
         let workload = mesh.local(info, network);
         self.is_known = workload.is_some();
-        if let Some(workload) = workload {
-            self.selected.clone_from(&workload.authorization_policies);
+        let names = workload.map(|workload| &*workload.authorization_policies);
+        let same_names = names.is_none_or(|names| *names == *self.selected);
+        // Most changes are of workloads, many a second, and every pod's table sees each.
+        if same_names && mesh.has_policies_of(&self.mesh) {
+            self.mesh = mesh;
+            return;
+        }
+        if let Some(names) = names {
+            self.selected = names.to_vec();
         }
         let policies = mesh.policies_for(&info.namespace, &self.selected);
         if policies != *self.policies {

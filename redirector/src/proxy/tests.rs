@@ -31,7 +31,7 @@ use super::{
 use crate::mesh::{
     index::Mesh,
     policy::{Action, Policy, Scope},
-    testing::{info, policy_name},
+    testing::{info, policy_name, with_policies},
     workload::WorkloadUid,
 };
 
@@ -330,7 +330,7 @@ async fn connections_that_policies_no_longer_permit_are_reset() {
         rules: vec![],
     };
     path.mesh
-        .send_replace(Arc::new(Mesh::default().with_policies(vec![nobody])));
+        .send_replace(Arc::new(with_policies(Mesh::default(), [nobody])));
     assert!(is_reset(client.read(&mut [0; 1]).await));
     assert!(is_reset(server.read(&mut [0; 1]).await));
     // At the exit it is a failure of the proxy's making; at the entry, a connection that the far end reset.

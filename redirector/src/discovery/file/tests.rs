@@ -3,6 +3,7 @@ use std::{fs, io::Write, net::SocketAddr, time::Duration};
 use proptest::prelude::*;
 
 use super::*;
+use crate::discovery::state::State;
 use crate::mesh::{
     pod::PodInfo,
     route::{Local, Route, outbound},
@@ -420,9 +421,10 @@ async fn the_task_sends_what_changed_and_ends_when_told() {
     let path = dir.path().join("mesh.yaml");
     fs::write(&path, with_capacity(1)).unwrap();
     let (source, mesh) = FileSource::open(&path).unwrap();
-    let (sender, mut receiver) = watch::channel(mesh);
+    let (state, handle, mut receiver) = State::new(Some(mesh));
     let shutdown = CancellationToken::new();
-    let task = tokio::spawn(source.run(sender, shutdown.clone()));
+    let _owner = tokio::spawn(state.run(shutdown.clone()));
+    let task = tokio::spawn(source.run(handle, shutdown.clone()));
 
     fs::write(dir.path().join("new"), with_capacity(2)).unwrap();
     fs::rename(dir.path().join("new"), &path).unwrap();

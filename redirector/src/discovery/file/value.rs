@@ -3,6 +3,8 @@
 
 use std::{collections::BTreeMap, fmt, marker::PhantomData, net::IpAddr};
 
+use litemap::LiteMap;
+
 use serde::{
     Deserialize, Deserializer,
     de::{self, DeserializeOwned, IgnoredAny, MapAccess, SeqAccess, Visitor, value::MapAccessDeserializer},
@@ -69,7 +71,7 @@ pub(super) struct Unique<K, V>(pub(super) BTreeMap<K, V>);
 
 impl<K: Into<u16>, V> Unique<K, V> {
     /// As ports, with the values converted.
-    pub(super) fn into_ports(self, value: impl Fn(V) -> u16) -> BTreeMap<u16, u16> {
+    pub(super) fn into_ports(self, value: impl Fn(V) -> u16) -> LiteMap<u16, u16> {
         self.0
             .into_iter()
             .map(|(from, to)| (from.into(), value(to)))

@@ -1,5 +1,4 @@
-use std::collections::BTreeMap;
-
+use litemap::LiteMap;
 use proptest::prelude::*;
 
 use super::*;
@@ -13,7 +12,7 @@ mod gateways;
 /// A mesh with client `web` at 10.0.0.9, HBONE pod `a` at 10.0.0.1, plain pod `b` at 10.0.0.2, and service `cart` at
 /// 10.96.0.1, of which `a` is the endpoint.
 pub(super) struct World {
-    workloads: BTreeMap<&'static str, Workload>,
+    workloads: LiteMap<&'static str, Workload>,
     service: Service,
     pub(super) more: Vec<Service>,
 }
@@ -27,7 +26,7 @@ impl World {
         };
         let mut plain = alone("b", "10.0.0.2");
         plain.protocol = Protocol::Tcp;
-        let workloads = BTreeMap::from([
+        let workloads = LiteMap::from_iter([
             ("web", alone("web", "10.0.0.9")),
             ("a", workload("a", "10.0.0.1")),
             ("b", plain),
@@ -168,7 +167,8 @@ fn calls_to_the_proxy_s_own_ports_are_refused() {
         .change("a", |a| a.services.clear())
         .change("web", |web| {
             web.protocol = Protocol::Tcp;
-            web.services.insert(host("cart"), BTreeMap::from([(80, 15001)]));
+            web.services
+                .insert(host("cart"), LiteMap::from_iter([(80, 15001)]));
         });
     for (world, destination, refused) in [
         (&World::new(), "127.0.0.1:15001", "127.0.0.1:15001"),

@@ -9,7 +9,7 @@ use tokio_util::{sync::CancellationToken, task::AbortOnDropHandle};
 use super::*;
 use crate::mesh::{
     policy::{Action, Match, Policy, Scope, StringMatch},
-    testing::{id, info, ip, policy_name, workload},
+    testing::{id, info, ip, policy_name, with_policies, workload},
 };
 
 /// Longer than any step takes on a machine that is busy.
@@ -45,12 +45,15 @@ fn allow(account: &str) -> Policy {
 fn mesh(policies: &[Policy], selected: &[&str]) -> Arc<Mesh> {
     let mut web = workload("web", "10.0.0.1");
     web.authorization_policies = selected.iter().map(|name| policy_name("shop", name)).collect();
-    Arc::new(Mesh::new(vec![web], vec![]).with_policies(policies.to_vec()))
+    Arc::new(with_policies(
+        Mesh::new(vec![web], vec![]),
+        policies.iter().cloned(),
+    ))
 }
 
 /// The mesh before it knows of the pod.
 fn without_web(policies: &[Policy]) -> Arc<Mesh> {
-    Arc::new(Mesh::default().with_policies(policies.to_vec()))
+    Arc::new(with_policies(Mesh::default(), policies.iter().cloned()))
 }
 
 fn flow(account: &str, port: u16) -> Flow {

@@ -13,7 +13,7 @@ use crate::{
         index::Mesh,
         policy::{Action, Match, Policy, Scope},
         route::{self, Route},
-        testing::{id, info, ip, policy_name, service, workload},
+        testing::{id, info, ip, policy_name, service, with_policies, workload},
     },
     proxy::{
         Config, PeerConfig, PodContext, Shared,
@@ -56,7 +56,10 @@ struct World {
 fn mesh(policies: &[Policy]) -> Arc<Mesh> {
     let workloads = vec![workload("web", WEB), workload("cart", CART)];
     let services = vec![service("cart", "10.1.0.1")];
-    Arc::new(Mesh::new(workloads, services).with_policies(policies.to_vec()))
+    Arc::new(with_policies(
+        Mesh::new(workloads, services),
+        policies.iter().cloned(),
+    ))
 }
 
 fn deny_port(port: u16) -> Policy {

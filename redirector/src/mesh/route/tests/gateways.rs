@@ -8,13 +8,14 @@ use crate::mesh::service::WeightedWaypoint;
 fn world() -> World {
     let mut world = World::new().with("way", "10.0.0.5").change("way", |way| {
         for name in ["ways", "hidden-ways"] {
-            way.services.insert(host(name), BTreeMap::from([(15008, 15008)]));
+            way.services
+                .insert(host(name), LiteMap::from_iter([(15008, 15008)]));
         }
         way.hostname = "way.example.org".into();
     });
     for (name, vip) in [("ways", "10.96.0.9"), ("hidden-ways", "10.96.0.8")] {
         let mut ways = service(name, vip);
-        ways.ports = BTreeMap::from([(15008, 15008)]);
+        ways.ports = LiteMap::from_iter([(15008, 15008)]);
         ways.subject_alt_names = vec![id("ways-alias")];
         world.more.push(ways);
     }
@@ -150,14 +151,14 @@ fn a_waypoint_reaches_what_is_behind_itself() {
         (through, (|_| {}) as fn(&mut Workload)),
         (through, |web| web.addresses = vec![ip("10.0.0.5")]),
         (direct, |web| {
-            web.services.insert(host("ways"), BTreeMap::new());
+            web.services.insert(host("ways"), LiteMap::new());
         }),
     ] {
         assert_eq!(text(world(change).outbound("10.0.0.2:80")), expected);
     }
     // Its services' traffic goes through it like everybody's.
     let own = world(|web| {
-        web.services.insert(host("ways"), BTreeMap::new());
+        web.services.insert(host("ways"), LiteMap::new());
     })
     .change("way", |way| way.services.clear())
     .change_service(|cart| cart.waypoint = Some(waypoint_at("10.96.0.9")));

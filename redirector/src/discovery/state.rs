@@ -1,0 +1,180 @@
+//! The mesh as all sources together tell of it, owned by one task.
+//!
+//! Sources hand in changes and wait until they are visible; readers have snapshots, and wait for nobody. What the workload file
+//! holds counts before what the control plane says under the same key, and the other comes back when the file gives the key up.
+
+use std::{mem, sync::Arc};
+
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio_util::sync::CancellationToken;
+
+use crate::mesh::{
+    index::{Mesh, Update},
+    strings::Strings,
+};
+
+/// Changes that wait. Each source waits for its own.
+const CHANGES: usize = 4;
+
+/// More updates than these at once are applied where they hold up no other task: some 10 ms of work.
+const MANY: usize = 1024;
+
+/// The owner of the mesh.
+#[derive(Debug)]
+pub struct State {
+    changes: mpsc::Receiver<(Change, oneshot::Sender<()>)>,
+    published: watch::Sender<Arc<Mesh>>,
+    layers: Layers,
+}
+
+/// Hands in changes.
+#[derive(Debug, Clone)]
+pub struct Handle(mpsc::Sender<(Change, oneshot::Sender<()>)>);
+
+/// The agent is stopping.
+#[derive(Debug, thiserror::Error)]
+#[error("the mesh takes no more changes: the agent stops")]
+pub struct Stopped;
+
+#[derive(Debug)]
+enum Change {
+    /// Of the control plane's part.
+    Updates(Vec<Update>),
+    /// The file's part as a whole.
+    File(Mesh),
+}
+
+impl Handle {
+    /// Applies what the control plane says, in one step. Returns when it is visible.
+    ///
+    /// # Errors
+    /// When the agent stops.
+    pub async fn apply(&self, updates: Vec<Update>) -> Result<(), Stopped> {
+        self.send(Change::Updates(updates)).await
+    }
+
+    /// Puts what the file holds now in the place of what it held. Returns when it is visible.
+    ///
+    /// # Errors
+    /// When the agent stops.
+    pub async fn replace_file(&self, file: Mesh) -> Result<(), Stopped> {
+        self.send(Change::File(file)).await
+    }
+
+    async fn send(&self, change: Change) -> Result<(), Stopped> {
+        let (done, visible) = oneshot::channel();
+        self.0.send((change, done)).await.map_err(|_| Stopped)?;
+        visible.await.map_err(|_| Stopped)
+    }
+}
+
+impl State {
+    /// A mesh of what the file holds, if there is one.
+    pub fn new(file: Option<Mesh>) -> (Self, Handle, watch::Receiver<Arc<Mesh>>) {
+        let (sender, changes) = mpsc::channel(CHANGES);
+        let layers = Layers::new(file);
+        let (published, readers) = watch::channel(Arc::new(layers.mesh.clone()));
+        let state = Self {
+            changes,
+            published,
+            layers,
+        };
+        (state, Handle(sender), readers)
+    }
+
+    /// Applies changes until `stop`.
+    pub async fn run(mut self, stop: CancellationToken) {
+        loop {
+            let (change, done) = tokio::select! {
+                () = stop.cancelled() => return,
+                Some(next) = self.changes.recv() => next,
+            };
+            let is_small = matches!(&change, Change::Updates(updates) if updates.len() <= MANY);
+            if is_small {
+                self.layers.change(change);
+            } else {
+                let mut layers = mem::take(&mut self.layers);
+                let changed = tokio::task::spawn_blocking(move || {
+                    layers.change(change);
+                    layers
+                });
+                match changed.await {
+                    Ok(layers) => self.layers = layers,
+                    Err(error) => {
+                        tracing::error!(%error, "the mesh is no longer changed");
+                        return;
+                    }
+                }
+            }
+            // The one before is dropped here, outside the lock of the channel, and without what is still in use.
+            drop(self.published.send_replace(Arc::new(self.layers.mesh.clone())));
+            // Whoever gave up waiting has still changed the mesh.
+            let _ = done.send(());
+        }
+    }
+}
+
+/// What the sources say, one over the other.
+#[derive(Debug, Default)]
+struct Layers {
+    mesh: Mesh,
+    /// With a file: its part, and that of the control plane alone. Both share their values with `mesh`.
+    file: Option<(Mesh, Mesh)>,
+    strings: Strings,
+}
+
+impl Layers {
+    fn new(file: Option<Mesh>) -> Self {
+        Self {
+            mesh: file.clone().unwrap_or_default(),
+            file: file.map(|file| (file, Mesh::default())),
+            strings: Strings::default(),
+        }
+    }
+
+    fn change(&mut self, change: Change) {
+        match change {
+            Change::Updates(updates) => {
+                for update in updates {
+                    self.update(update);
+                }
+            }
+            Change::File(file) => self.replace_file(file),
+        }
+    }
+
+    fn update(&mut self, mut update: Update) {
+        update.share(&mut self.strings);
+        let Some((file, below)) = &mut self.file else {
+            return self.mesh.apply(update);
+        };
+        let key = below.key_of(&update);
+        below.apply(update.clone());
+        // What the file has under the same key stays.
+        if key.is_some_and(|key| file.get(&key).is_none()) {
+            self.mesh.apply(update);
+        }
+    }
+
+    fn replace_file(&mut self, new: Mesh) {
+        let (old, below) = self.file.take().unwrap_or_default();
+        for key in old.keys() {
+            if new.get(&key).is_none() {
+                let update = below.get(&key).unwrap_or_else(|| key.removal());
+                self.mesh.apply(update);
+            }
+        }
+        for key in new.keys() {
+            let value = new.get(&key);
+            if value != self.mesh.get(&key)
+                && let Some(value) = value
+            {
+                self.mesh.apply(value);
+            }
+        }
+        self.file = Some((new, below));
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,112 @@
+//! Texts that come again with most workloads, such as names of namespaces and nodes, are held once.
+
+use std::{collections::HashSet, sync::Arc};
+
+use super::{service::Service, workload::Workload};
+
+/// Fewer than these are not worth looking through.
+const FEW: usize = 1024;
+
+/// The texts that are in use, as far as they were [shared](Self::share).
+#[derive(Debug, Default)]
+pub struct Strings {
+    known: HashSet<Arc<str>>,
+    /// How many were in use when it was last looked through.
+    in_use: usize,
+}
+
+impl Strings {
+    /// Puts the one that is known in the place of an equal text.
+    fn share(&mut self, text: &mut Arc<str>) {
+        match self.known.get(text) {
+            Some(known) => *text = Arc::clone(known),
+            None => {
+                self.known.insert(Arc::clone(text));
+            }
+        }
+        // Looked through when it has doubled: the cost for each text stays the same, however many come and go.
+        if self.known.len() > 2 * self.in_use.max(FEW) {
+            self.known.retain(|text| Arc::strong_count(text) > 1);
+            self.in_use = self.known.len();
+        }
+    }
+
+    /// Lets a workload share what others have too: all but what is its own.
+    pub fn share_workload(&mut self, workload: &mut Workload) {
+        let locality = &mut workload.locality;
+        for text in [
+            &mut workload.namespace,
+            &mut workload.trust_domain,
+            &mut workload.service_account,
+            &mut workload.network,
+            &mut workload.node,
+            &mut workload.cluster_id,
+            &mut locality.region,
+            &mut locality.zone,
+            &mut locality.subzone,
+            &mut workload.canonical_name,
+            &mut workload.canonical_revision,
+            &mut workload.workload_name,
+        ] {
+            self.share(text);
+        }
+        let services = std::mem::take(&mut workload.services);
+        workload.services = services
+            .into_iter()
+            .map(|(mut host, ports)| {
+                self.share(&mut host.namespace);
+                self.share(&mut host.hostname);
+                (host, ports)
+            })
+            .collect();
+        for policy in &mut workload.authorization_policies {
+            self.share(&mut policy.namespace);
+            self.share(&mut policy.name);
+        }
+    }
+
+    /// The same for a service; its host name is what its endpoints know it by.
+    pub fn share_service(&mut self, service: &mut Service) {
+        self.share(&mut service.host.namespace);
+        self.share(&mut service.host.hostname);
+        for vip in &mut service.vips {
+            self.share(&mut vip.network);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mesh::testing::{service, workload};
+
+    #[test]
+    fn equal_texts_are_held_once() {
+        let mut strings = Strings::default();
+        let (mut first, mut second) = (workload("a", "10.0.0.1"), workload("b", "10.0.0.2"));
+        let mut cart = service("cart", "10.96.0.1");
+        let before = first.clone();
+        strings.share_workload(&mut first);
+        strings.share_workload(&mut second);
+        strings.share_service(&mut cart);
+        assert_eq!(first, before);
+        assert!(Arc::ptr_eq(&first.namespace, &second.namespace));
+        let host = |workload: &Workload| workload.services.keys().next().unwrap().hostname.clone();
+        assert!(Arc::ptr_eq(&host(&first), &host(&second)));
+        assert!(Arc::ptr_eq(&host(&first), &cart.host.hostname));
+    }
+
+    #[test]
+    fn what_nobody_uses_is_let_go() {
+        let mut strings = Strings::default();
+        for number in 0..20_000 {
+            strings.share(&mut number.to_string().into());
+        }
+        assert!(strings.known.len() <= 2 * FEW);
+        let mut kept: Vec<Arc<str>> = (0..5000).map(|number| number.to_string().into()).collect();
+        kept.iter_mut().for_each(|text| strings.share(text));
+        let mut again: Arc<str> = "4999".into();
+        strings.share(&mut again);
+        assert!(Arc::ptr_eq(&again, &kept[4999]));
+    }
+}
