@@ -33,10 +33,13 @@ use crate::{
         self,
         file::{self, FileSource},
         state::State,
+        xds,
     },
     identity::{
         CertSource,
         dev_ca::{self, DevCa},
+        istio_ca::IstioCa,
+        renew::Renewing,
         store::Store,
     },
     mesh::index::Mesh,
@@ -171,7 +174,8 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
     // What serves: ended after the pods.
     let serving = CancellationToken::new();
     let mut tasks = JoinSet::new();
-    let mesh = start_mesh(&config, &mut tasks, &serving)?;
+    let mut registry = metrics::registry();
+    let (mesh, synced) = start_mesh(&config, &mut registry, &mut tasks, &serving)?;
     let identities = Store::new(certificates(&config)?);
     let prepared = {
         let config = config.clone();
@@ -198,7 +202,6 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
 
     let (upkeep, probers) = Upkeep::begin(Arc::clone(&redirector)).await;
 
-    let mut registry = metrics::registry();
     redirect::metrics::register(&mut registry, Arc::clone(&redirector));
     let shared = Arc::new(Shared {
         mesh: mesh.clone(),
@@ -232,6 +235,7 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
         pods,
         probers,
         mesh: mesh.clone(),
+        synced,
         registry,
         logs,
         backend,
@@ -390,12 +394,13 @@ fn lock(path: &Path, flag: &'static str) -> Result<DirectoryLock, Error> {
     })
 }
 
-/// The mesh as it is now, and the task that follows it.
+/// The mesh as it is now, and the tasks that follow it; and whether the control plane's part is here.
 fn start_mesh(
     config: &Config,
+    registry: &mut Registry,
     tasks: &mut JoinSet<()>,
     stop: &CancellationToken,
-) -> Result<watch::Receiver<Arc<Mesh>>, Error> {
+) -> Result<(watch::Receiver<Arc<Mesh>>, watch::Receiver<bool>), Error> {
     let (source, file) = match &config.mesh {
         MeshSource::File(path) => {
             let (source, mesh) = FileSource::open(path).map_err(Error::Workloads)?;
@@ -405,20 +410,28 @@ fn start_mesh(
             let mesh = file::parse(text, "LOCAL_XDS").map_err(Error::Workloads)?;
             (None, Some(mesh))
         }
-        MeshSource::None => {
-            warn!(
-                "no workload file (--workloads): no workload is known, so every connection of an enrolled pod is refused"
-            );
-            (None, None)
-        }
+        MeshSource::None => (None, None),
     };
+    if file.is_none() && config.xds.is_none() {
+        warn!(
+            "neither a workload file (--workloads) nor a control plane (XDS_ADDRESS): no workload is known, so every connection of an \
+             enrolled pod is refused"
+        );
+    }
     let (state, handle, receiver) = State::new(file);
     tasks.spawn(state.run(stop.clone()));
     if let Some(source) = source {
-        tasks.spawn(source.run(handle, stop.clone()));
+        tasks.spawn(source.run(handle.clone(), stop.clone()));
     }
     log_mesh(&receiver);
-    Ok(receiver)
+    let Some(plane) = &config.xds else {
+        return Ok((receiver, watch::channel(true).1));
+    };
+    let metrics = Arc::new(xds::Metrics::default());
+    metrics.register(registry);
+    let (client, synced) = xds::Client::new(plane.0.clone(), config.xds_identity.clone(), handle, metrics);
+    tasks.spawn(client.run(stop.clone()));
+    Ok((receiver, synced))
 }
 
 /// The rules for the pods, and the task that follows their file.
@@ -444,6 +457,10 @@ fn log_mesh(mesh: &watch::Receiver<Arc<Mesh>>) {
 }
 
 fn certificates(config: &Config) -> Result<Arc<dyn CertSource>, Error> {
+    if let Some(ca) = &config.ca {
+        let ca = IstioCa::new(ca.0.clone(), config.svid_ttl.0);
+        return Ok(Arc::new(Renewing::new(ca)));
+    }
     if config.ca_by_default {
         warn!(
             directory = %config.ca_dir.display(),
@@ -454,9 +471,8 @@ fn certificates(config: &Config) -> Result<Arc<dyn CertSource>, Error> {
     let settings = dev_ca::Config {
         lifetime: config.svid_ttl.0,
     };
-    Ok(Arc::new(
-        DevCa::load_or_create(&config.ca_dir, settings).map_err(Error::DevCa)?,
-    ))
+    let ca = DevCa::load_or_create(&config.ca_dir, settings).map_err(Error::DevCa)?;
+    Ok(Arc::new(Renewing::new(ca)))
 }
 
 /// The listeners of admin, metrics and readiness.

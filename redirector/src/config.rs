@@ -3,6 +3,7 @@
 //! `main` reads it, `app` hands the parts to the modules. Everything is checked here, before anything is done.
 
 use std::{
+    collections::BTreeMap,
     fs, io,
     net::{Ipv4Addr, Ipv6Addr, SocketAddr},
     path::{Path, PathBuf},
@@ -12,6 +13,7 @@ use std::{
 use serde::Serialize;
 
 use crate::{
+    discovery::xds,
     mesh::spiffe::SpiffeId,
     proxy,
     redirect::{iptables, probers::Sources},
@@ -19,10 +21,12 @@ use crate::{
     telemetry::logs,
 };
 
+pub mod planes;
 pub mod settings;
 pub mod values;
 
 use self::{
+    planes::{Environment, Plane},
     settings::Settings,
     values::{Redirect, Span, Workers},
 };
@@ -53,6 +57,13 @@ pub struct Config {
     pub strict: bool,
     /// Where the mesh comes from.
     pub mesh: MeshSource,
+    /// The control plane that tells of the mesh.
+    pub xds: Option<Plane>,
+    /// What it is told of this agent.
+    #[serde(skip)]
+    pub xds_identity: xds::Identity,
+    /// The certificate authority; none is the development CA.
+    pub ca: Option<Plane>,
     /// Directory of the development CA.
     pub ca_dir: PathBuf,
     /// The development CA is in use because nobody chose another.
@@ -197,31 +208,50 @@ pub enum Error {
 }
 
 impl Config {
-    /// Reads it. `variable` is the environment; `flags` win over it, and it wins over the file.
-    pub fn load(
-        flags: Settings,
-        file: Option<&Path>,
-        variable: &dyn Fn(&str) -> Option<String>,
-    ) -> Result<Self, Error> {
+    /// Reads it. `flags` win over the environment, and that wins over the file.
+    pub fn load(flags: Settings, file: Option<&Path>, environment: &Environment) -> Result<Self, Error> {
         let file = file.map(read).transpose()?.unwrap_or_default();
-        Self::from_settings(flags.or(Settings::from_environment(variable)?).or(file))
+        let settings = flags.or(Settings::from_environment(environment)?).or(file);
+        Self::from_settings(settings, environment)
     }
 
-    fn from_settings(s: Settings) -> Result<Self, Error> {
+    fn from_settings(s: Settings, environment: &Environment) -> Result<Self, Error> {
         let setting = |text: &str| Err(Error::Setting(text.to_owned()));
         let fake_ca = s.fake_ca.unwrap_or(false);
-        if given(&s.xds_address) {
+        let cluster_id = s.cluster_id.unwrap_or_else(|| "Kubernetes".to_owned());
+        let xds = planes::Given {
+            prefix: "XDS",
+            address: s.xds_address,
+            roots: s.xds_root_ca,
+            alt_hostname: s.alt_xds_hostname,
+            token: s.auth_token.as_deref(),
+            cluster_id: &cluster_id,
+            environment,
+        };
+        let ca = planes::Given {
+            prefix: "CA",
+            address: s.ca_address.filter(|_| !fake_ca),
+            roots: s.ca_root_ca,
+            alt_hostname: s.alt_ca_hostname,
+            token: s.auth_token.as_deref(),
+            cluster_id: &cluster_id,
+            environment,
+        };
+        let (xds, ca) = (xds.plane()?, ca.plane()?);
+        if s.xds_on_demand.unwrap_or(false) {
             return setting(
-                "XDS_ADDRESS (--xds-address): a control plane is not supported yet; leave it empty and give the \
-                 workloads in a file, LOCAL_XDS_PATH (--workloads)",
+                "XDS_ON_DEMAND (--xds-on-demand): not supported; leave it out, and the whole mesh is fetched",
             );
         }
-        if given(&s.ca_address) && !fake_ca {
-            return setting(
-                "CA_ADDRESS (--ca-address): a certificate authority is not supported yet; leave it empty, or set \
-                 FAKE_CA=true (--fake-ca) for the built-in development CA",
-            );
-        }
+        let node_name = s.node_name.unwrap_or_default();
+        let names = xds::Identity {
+            pod_name: s.pod_name.unwrap_or_default(),
+            pod_namespace: s.pod_namespace.unwrap_or_default(),
+            instance_ip: s.instance_ip.unwrap_or_default(),
+            node_name: node_name.clone(),
+            metadata: BTreeMap::new(),
+        };
+        let xds_identity = planes::identity(names, environment)?;
         let mesh = match (s.workloads, s.workloads_inline) {
             (Some(_), Some(_)) => {
                 return setting(
@@ -259,11 +289,14 @@ impl Config {
             strict: s.strict.unwrap_or(false),
             mesh,
             ca_dir: s.ca_dir.unwrap_or_else(|| state_dir.join("ca")),
-            ca_by_default: !fake_ca,
+            ca_by_default: !fake_ca && ca.is_none(),
+            xds,
+            xds_identity,
+            ca,
             state_dir,
             svid_ttl: s.svid_ttl.unwrap_or(Span(Duration::from_secs(24 * 3600))),
-            cluster_id: s.cluster_id.unwrap_or_else(|| "Kubernetes".to_owned()),
-            node_name: s.node_name.unwrap_or_default(),
+            cluster_id,
+            node_name,
             trust_domain,
             network: s.network.unwrap_or_default(),
             ipv6_enabled: s.ipv6_enabled.unwrap_or(true),
@@ -406,10 +439,6 @@ fn read(path: &Path) -> Result<Settings, Error> {
             problem,
         }
     })
-}
-
-fn given(text: &Option<String>) -> bool {
-    text.as_ref().is_some_and(|text| !text.is_empty())
 }
 
 /// ztunnel's rule: a little less than Kubernetes gives, so that the agent ends by itself.

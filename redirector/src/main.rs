@@ -13,7 +13,7 @@ use anyhow::Context;
 use clap::{Parser, Subcommand};
 use redirector::{
     admin, app,
-    config::{Config, settings::Settings},
+    config::{Config, planes::Environment, settings::Settings},
     debug,
     mesh::pod::PodUid,
     redirect::ebpf,
@@ -144,9 +144,16 @@ fn main() -> ExitCode {
     }
 }
 
+/// Variables that are no text are nobody's here.
+fn environment() -> Environment {
+    let text = |(name, value): (std::ffi::OsString, std::ffi::OsString)| {
+        Some((name.into_string().ok()?, value.into_string().ok()?))
+    };
+    std::env::vars_os().filter_map(text).collect()
+}
+
 fn run_agent(agent: Agent) -> anyhow::Result<()> {
-    let variable = |name: &str| std::env::var(name).ok();
-    let config = Config::load(agent.settings, agent.config.as_deref(), &variable)?;
+    let config = Config::load(agent.settings, agent.config.as_deref(), &environment())?;
     let logs = logs::start(&config.log_level, config.log_format).context("cannot start logging")?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(config.worker_threads)
@@ -164,8 +171,7 @@ fn run_agent(agent: Agent) -> anyhow::Result<()> {
 
 fn uninstall(arguments: Uninstall) -> anyhow::Result<()> {
     let Uninstall { remove_ca, agent } = arguments;
-    let variable = |name: &str| std::env::var(name).ok();
-    let config = Config::load(agent.settings, agent.config.as_deref(), &variable)?;
+    let config = Config::load(agent.settings, agent.config.as_deref(), &environment())?;
     app::check_rights()?;
     logs::start(&"warn".parse()?, logs::Format::Plain).context("cannot start logging")?;
     let report = uninstall::run(&config, remove_ca)?;

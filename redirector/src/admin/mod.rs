@@ -38,6 +38,8 @@ pub struct Admin {
     pub probers: watch::Receiver<Option<View>>,
     /// The mesh.
     pub mesh: watch::Receiver<Arc<Mesh>>,
+    /// Whether all sources of the mesh have told what they know.
+    pub synced: watch::Receiver<bool>,
     /// The metrics.
     pub registry: Registry,
     /// The log level.
@@ -128,6 +130,9 @@ impl Admin {
         let mut pending = Vec::new();
         if !self.pods.borrow().synced {
             pending.push("workload proxy manager".to_owned());
+        }
+        if !*self.synced.borrow() {
+            pending.push("state manager".to_owned());
         }
         if self.stopping.is_cancelled() {
             pending.push("shutdown".to_owned());

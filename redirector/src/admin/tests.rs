@@ -7,17 +7,20 @@ struct Fixture {
     admin: Arc<Admin>,
     pods: watch::Sender<Status>,
     _mesh: watch::Sender<Arc<Mesh>>,
+    synced: watch::Sender<bool>,
     _logs: Box<dyn std::any::Any>,
 }
 
 fn fixture() -> Fixture {
     let (pods, pods_view) = watch::channel(Status::default());
     let (mesh, mesh_view) = watch::channel(Arc::new(Mesh::default()));
+    let (synced, synced_view) = watch::channel(true);
     let (logs, layer) = logs::Control::detached();
     let admin = Admin {
         pods: pods_view,
         probers: watch::channel(Some(probers())).1,
         mesh: mesh_view,
+        synced: synced_view,
         registry: metrics::registry(),
         logs,
         backend: "test",
@@ -29,6 +32,7 @@ fn fixture() -> Fixture {
         admin: Arc::new(admin),
         pods,
         _mesh: mesh,
+        synced,
         _logs: Box::new(layer),
     }
 }
@@ -121,6 +125,12 @@ async fn readiness_follows_the_snapshot_and_not_single_pods() {
         pods: vec![pod(State::NotCaptured)],
     });
     assert_eq!(ready().await, (200, "ready\n".to_owned()));
+    fixture.synced.send_replace(false);
+    assert_eq!(
+        ready().await,
+        (500, "not ready, pending: state manager\n".to_owned())
+    );
+    fixture.synced.send_replace(true);
     fixture.admin.stopping.cancel();
     assert_eq!(ready().await, (500, "not ready, pending: shutdown\n".to_owned()));
 }

@@ -7,6 +7,7 @@ use serde::de::{Deserializer, Error as _, Visitor};
 
 use super::{
     Error,
+    planes::Environment,
     values::{Redirect, Span, Workers},
 };
 use crate::{
@@ -38,13 +39,13 @@ macro_rules! settings {
 
         impl Settings {
             /// What the environment gives. An empty variable is as good as none.
-            pub(super) fn from_environment(variable: &dyn Fn(&str) -> Option<String>) -> Result<Self, Error> {
+            pub(super) fn from_environment(environment: &Environment) -> Result<Self, Error> {
                 let mut settings = Self::default();
                 $(
                     for name in [$($variable),*] as [&'static str; 0 $(+ { let _ = $variable; 1 })*] {
-                        let Some(text) = variable(name).filter(|text| !text.is_empty()) else { continue };
+                        let Some(text) = environment.get(name).filter(|text| !text.is_empty()) else { continue };
                         let parsed = text.parse::<$type>();
-                        let value = parsed.map_err(|source| Error::Variable { name, problem: describe(&text, &source) })?;
+                        let value = parsed.map_err(|source| Error::Variable { name, problem: describe(text, &source) })?;
                         settings.$field = settings.$field.or(Some(value));
                     }
                 )*
@@ -81,10 +82,31 @@ settings! {
         workloads: PathBuf, ["LOCAL_XDS_PATH"];
     "Workloads and services, as text"
         workloads_inline: String, ["LOCAL_XDS"];
-    "Control plane; not supported yet, leave it empty"
+    "Control plane that tells of the mesh, as https://HOST:PORT; empty: none"
         xds_address: String, ["XDS_ADDRESS"];
-    "Certificate authority; not supported yet, leave it empty"
+    "Whom the control plane's certificate must lead to: a file, SYSTEM for the node's roots, or certificates in PEM \
+     [default: ./var/run/secrets/istio/root-cert.pem]"
+        xds_root_ca: String, ["XDS_ROOT_CA"];
+    "Name that the control plane may have beside the one in its address"
+        alt_xds_hostname: String, ["ALT_XDS_HOSTNAME"];
+    "Fetch only what is asked for; not supported"
+        xds_on_demand: bool, ["XDS_ON_DEMAND"], switch "true";
+    "Certificate authority of Istio's kind, as https://HOST:PORT; empty: the built-in development CA"
         ca_address: String, ["CA_ADDRESS"];
+    "Whom the certificate authority's certificate must lead to, as for the control plane [default: \
+     ./var/run/secrets/istio/root-cert.pem]"
+        ca_root_ca: String, ["CA_ROOT_CA"];
+    "Name that the certificate authority may have beside the one in its address"
+        alt_ca_hostname: String, ["ALT_CA_HOSTNAME"];
+    "File of the token that control plane and certificate authority are shown, or the token [default: \
+     ./var/run/secrets/tokens/istio-token, if it is there]"
+        auth_token: String, ["AUTH_TOKEN"];
+    "Name of the agent's own pod"
+        pod_name: String, ["POD_NAME"];
+    "Namespace of the agent's own pod"
+        pod_namespace: String, ["POD_NAMESPACE"];
+    "Address of the agent's own pod"
+        instance_ip: String, ["INSTANCE_IP"];
     "Use the built-in development CA, whatever --ca-address says"
         fake_ca: bool, ["FAKE_CA"], switch "true";
     "Directory of the development CA; by default the directory ca in the state directory"

@@ -13,14 +13,12 @@ struct Flags {
 
 /// Loads a configuration from a file's text, variables and flags.
 fn load(file: &str, variables: &[(&str, &str)], flags: &[&str]) -> Result<Config, String> {
-    let variables: BTreeMap<_, _> = variables.iter().copied().collect();
+    let owned = |(name, value): &(&str, &str)| ((*name).to_owned(), (*value).to_owned());
+    let variables = variables.iter().map(owned).collect();
     let flags = Flags::try_parse_from([&["x"], flags].concat()).map_err(|error| error.to_string())?;
     let path = tempfile::NamedTempFile::new().unwrap();
     fs::write(path.path(), file).unwrap();
-    Config::load(flags.settings, Some(path.path()), &|name| {
-        variables.get(name).map(|value| (*value).to_owned())
-    })
-    .map_err(|error| Chain(&error).to_string())
+    Config::load(flags.settings, Some(path.path()), &variables).map_err(|error| Chain(&error).to_string())
 }
 
 #[test]
@@ -162,7 +160,7 @@ fn switches_need_no_value() {
 fn errors_name_the_place_and_the_reason() {
     /// File, environment, flags, and parts of the error.
     type Case<'a> = (&'a str, &'a [(&'a str, &'a str)], &'a [&'a str], &'a [&'a str]);
-    let table: [Case<'_>; 28] = [
+    let table: [Case<'_>; 31] = [
         (
             "network: a\nno-such-key: 1\n",
             &[],
@@ -246,15 +244,38 @@ fn errors_name_the_place_and_the_reason() {
         ("", &[("TRUST_DOMAIN", "a/b")], &[], &["TRUST_DOMAIN", "a/b"]),
         (
             "",
-            &[("XDS_ADDRESS", "istiod:15012")],
+            &[("XDS_ADDRESS", "istiod")],
             &[],
-            &["XDS_ADDRESS", "not supported yet", "LOCAL_XDS_PATH"],
+            &[
+                "XDS_ADDRESS",
+                "\"istiod\"",
+                "there is no port",
+                "https://HOST:PORT",
+            ],
         ),
         (
             "",
-            &[("CA_ADDRESS", "istiod:15012")],
+            &[("CA_ADDRESS", "ftp://istiod:15012")],
             &[],
-            &["CA_ADDRESS", "not supported yet", "FAKE_CA=true"],
+            &["CA_ADDRESS", "ftp://istiod:15012", "https://HOST:PORT"],
+        ),
+        (
+            "",
+            &[("CA_ADDRESS", "istiod:15012"), ("CA_HEADER_x y", "1")],
+            &[],
+            &["CA_HEADER_x y", "cannot be sent"],
+        ),
+        (
+            "",
+            &[("ISTIO_METAJSON_LABELS", "{a")],
+            &[],
+            &["ISTIO_METAJSON_LABELS", "must be JSON"],
+        ),
+        (
+            "",
+            &[("XDS_ON_DEMAND", "true")],
+            &[],
+            &["XDS_ON_DEMAND", "not supported", "leave it out"],
         ),
         (
             "",
@@ -301,9 +322,11 @@ fn errors_name_the_place_and_the_reason() {
             );
         }
     }
-    let absent = Config::load(Settings::default(), Some(Path::new("/nonexistent.yaml")), &|_| {
-        None
-    });
+    let absent = Config::load(
+        Settings::default(),
+        Some(Path::new("/nonexistent.yaml")),
+        &BTreeMap::new(),
+    );
     let error = Chain(&absent.unwrap_err()).to_string();
     assert!(error.contains("/nonexistent.yaml: No such file"), "{error}");
 }
@@ -332,4 +355,53 @@ fn the_grace_is_a_little_less_than_kubernetes_gives() {
         load("", &variables[..1], &[]).unwrap().shutdown_grace.0,
         Duration::from_secs(25)
     );
+}
+
+#[test]
+fn control_planes_are_reached_as_ztunnel_s_variables_say_and_their_secrets_are_not_shown() {
+    let config = load(
+        "",
+        &[
+            ("XDS_ADDRESS", "istiod.istio-system.svc:15012"),
+            ("XDS_ROOT_CA", "SYSTEM"),
+            ("XDS_HEADER_X-Key", "hidden"),
+            ("CA_ADDRESS", "http://localhost:1"),
+            ("ALT_CA_HOSTNAME", "ca.example"),
+            ("CA_ROOT_CA", "/roots.pem"),
+            ("AUTH_TOKEN", "hidden"),
+            ("ISTIO_META_CLUSTER_ID", "east"),
+            ("ISTIO_METAJSON_LABELS", "{\"a\": 1}"),
+            ("NODE_NAME", "node-1"),
+            ("POD_NAME", "agent-x"),
+        ],
+        &[],
+    );
+    let config = config.unwrap();
+    let shown = serde_json::to_value(&config).unwrap();
+    assert_eq!(
+        shown["xds"],
+        serde_json::json!({
+            "address": "https://istiod.istio-system.svc:15012", "roots": "SYSTEM", "altHostname": null,
+            "token": "literal", "headers": ["x-key"],
+        })
+    );
+    assert_eq!(
+        shown["ca"],
+        serde_json::json!({
+            "address": "http://localhost:1", "roots": "/roots.pem", "altHostname": "ca.example",
+            "token": "literal", "headers": [],
+        })
+    );
+    assert!(!shown.to_string().contains("hidden") && !format!("{config:?}").contains("hidden"));
+    assert!(!config.ca_by_default);
+    let identity = &config.xds_identity;
+    assert_eq!((&*identity.node_name, &*identity.pod_name), ("node-1", "agent-x"));
+    assert_eq!(identity.metadata["CLUSTER_ID"], "east");
+    assert_eq!(identity.metadata["LABELS"]["a"], 1);
+
+    let off = [("XDS_ADDRESS", ""), ("CA_ADDRESS", "")];
+    let config = load("", &off, &[]).unwrap();
+    assert!(config.xds.is_none() && config.ca.is_none() && config.ca_by_default);
+    let fake = [("CA_ADDRESS", "istiod:15012"), ("FAKE_CA", "true")];
+    assert!(load("", &fake, &[]).unwrap().ca.is_none());
 }

@@ -6,7 +6,9 @@
 use std::{fmt, io, path::PathBuf};
 
 pub mod file;
+mod proto;
 pub mod state;
+pub mod xds;
 
 /// Why there is no snapshot of the mesh.
 #[derive(Debug, thiserror::Error)]

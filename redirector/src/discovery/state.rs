@@ -41,7 +41,7 @@ enum Change {
     /// Of the control plane's part.
     Updates(Vec<Update>),
     /// The file's part as a whole.
-    File(Mesh),
+    File(Box<Mesh>),
 }
 
 impl Handle {
@@ -58,7 +58,7 @@ impl Handle {
     /// # Errors
     /// When the agent stops.
     pub async fn replace_file(&self, file: Mesh) -> Result<(), Stopped> {
-        self.send(Change::File(file)).await
+        self.send(Change::File(Box::new(file))).await
     }
 
     async fn send(&self, change: Change) -> Result<(), Stopped> {
@@ -139,7 +139,7 @@ impl Layers {
                     self.update(update);
                 }
             }
-            Change::File(file) => self.replace_file(file),
+            Change::File(file) => self.replace_file(*file),
         }
     }
 

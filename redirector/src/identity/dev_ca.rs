@@ -9,19 +9,13 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use futures_util::{
-    StreamExt,
-    stream::{self, BoxStream},
-};
-use rand::Rng;
 use rcgen::{
     BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer,
     KeyPair, KeyUsagePurpose, PKCS_ECDSA_P256_SHA256, SanType, string::Ia5String,
 };
 use rustls_pki_types::{CertificateDer, PrivatePkcs8KeyDer};
-use tokio::time::Instant;
 
-use super::{CertSource, Error as SourceError, Svid};
+use super::{Error as SourceError, Svid};
 use crate::mesh::spiffe::SpiffeId;
 
 mod files;
@@ -32,11 +26,8 @@ const ROOT_LIFETIME: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
 /// How far certificates begin in the past, for peers whose clocks are behind.
 const BACKDATE: Duration = Duration::from_secs(5 * 60);
 
-/// Shortest wait between two certificates of one identity, whatever the lifetime.
-const MIN_RENEWAL: Duration = Duration::from_secs(1);
-
-/// How often the wall clock is looked at while waiting: it goes on when the machine sleeps, and the timer does not.
-const WALL_CLOCK_CHECK: Duration = Duration::from_secs(60);
+/// Below it there is no time for renewal.
+const MIN_LIFETIME: Duration = Duration::from_secs(2);
 
 /// Settings of the development CA.
 #[derive(Debug, Clone)]
@@ -136,7 +127,7 @@ impl DevCa {
     /// # Errors
     /// When the files can't be read or written, or are not a CA; the error says what to do.
     pub fn load_or_create(dir: &Path, config: Config) -> Result<Self, Error> {
-        if config.lifetime < 2 * MIN_RENEWAL {
+        if config.lifetime < MIN_LIFETIME {
             return Err(Error::Lifetime(config.lifetime));
         }
         let files = files::Files::new(dir);
@@ -208,28 +199,10 @@ impl DevCa {
     }
 }
 
-impl CertSource for DevCa {
-    fn svids(&self, id: &SpiffeId) -> BoxStream<'static, Result<Svid, SourceError>> {
-        stream::unfold((self.clone(), id.clone(), false), |(ca, id, again)| async move {
-            if again {
-                // Half of the lifetime, give or take a tenth: pods that started together don't renew together.
-                let part = rand::rng().random_range(0.4..0.6);
-                sleep(ca.config.lifetime.mul_f64(part).max(MIN_RENEWAL)).await;
-            }
-            let svid = ca
-                .issue(&id)
-                .map_err(|error| SourceError::new(format!("certificate for {id}"), error));
-            Some((svid, (ca, id, true)))
-        })
-        .boxed()
-    }
-}
-
-/// Sleeps by the timer or by the wall clock, whichever gets there first.
-async fn sleep(duration: Duration) {
-    let (timer, wall) = (Instant::now() + duration, SystemTime::now() + duration);
-    while Instant::now() < timer && SystemTime::now() < wall {
-        tokio::time::sleep_until(timer.min(Instant::now() + WALL_CLOCK_CHECK)).await;
+impl super::renew::Issuer for DevCa {
+    async fn issue(&self, id: &SpiffeId) -> Result<Svid, SourceError> {
+        let issued = self.issue(id);
+        issued.map_err(|error| SourceError::new(format!("certificate for {id}"), error))
     }
 }
 

@@ -12,6 +12,8 @@ use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 use crate::mesh::spiffe::SpiffeId;
 
 pub mod dev_ca;
+pub mod istio_ca;
+pub mod renew;
 pub mod store;
 pub mod tls;
 

@@ -123,7 +123,8 @@ impl Credentials {
             .map_err(Error::Unusable)?;
         let leaf = key.end_entity_cert().map_err(Error::Unusable)?;
         let found = identities(leaf);
-        if !found.contains(&svid.id) {
+        // The first is what peers take it for.
+        if found.first() != Some(&svid.id) {
             return Err(Error::OtherIdentity {
                 wanted: svid.id.clone(),
                 found,
@@ -184,14 +185,6 @@ impl Credentials {
     /// # Errors
     /// What the side that refuses would say.
     pub fn would_meet(&self, server: &Self, now: SystemTime) -> Result<(), Error> {
-        for end in [self, server] {
-            if peer_identity(&end.key.cert).as_ref() != Some(&end.id) {
-                return Err(Error::OtherIdentity {
-                    wanted: end.id.clone(),
-                    found: end.key.cert.first().map(identities).unwrap_or_default(),
-                });
-            }
-        }
         let now = unix_time(now);
         // Not looked at, as in a handshake.
         let name = ServerName::IpAddress(Ipv4Addr::UNSPECIFIED.into());
@@ -230,6 +223,17 @@ impl Credentials {
 /// The peer's identity: the first URI SAN of the leaf that is a SPIFFE identity.
 pub fn peer_identity(chain: &[CertificateDer<'_>]) -> Option<SpiffeId> {
     identities(chain.first()?).into_iter().next()
+}
+
+/// When a certificate is valid: from and to. `None` when it cannot be read, or is of a time before 1970.
+pub fn validity(certificate: &CertificateDer<'_>) -> Option<(SystemTime, SystemTime)> {
+    let (_, certificate) = x509_parser::certificate::X509Certificate::from_der(certificate).ok()?;
+    let time = |time: x509_parser::time::ASN1Time| {
+        let seconds = u64::try_from(time.timestamp()).ok()?;
+        SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(seconds))
+    };
+    let validity = certificate.validity();
+    Some((time(validity.not_before)?, time(validity.not_after)?))
 }
 
 /// The URI SANs of a certificate that are SPIFFE identities; others are passed over.

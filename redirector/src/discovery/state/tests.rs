@@ -242,7 +242,7 @@ proptest! {
                 }
                 Step::File(updates) => {
                     file = of_updates(updates);
-                    layers.change(Change::File(file.clone()));
+                    layers.change(Change::File(Box::new(file.clone())));
                 }
             }
             for key in plane.keys().chain(file.keys()).chain(layers.mesh.keys()) {

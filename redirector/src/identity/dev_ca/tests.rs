@@ -1,9 +1,13 @@
 use std::{fs, os::unix::fs::PermissionsExt};
 
+use futures_util::StreamExt;
+use tokio::time::Instant;
 use x509_parser::prelude::FromDer;
 
 use super::*;
 use crate::identity::{
+    CertSource,
+    renew::Renewing,
     testing::id,
     tls::{Credentials, peer_identity},
 };
@@ -202,7 +206,7 @@ async fn certificates_are_renewed_about_half_way() {
         lifetime: Duration::from_secs(1000),
     };
     let ca = DevCa::load_or_create(dir.path(), config).unwrap();
-    let mut svids = ca.svids(&id("web"));
+    let mut svids = Renewing::new(ca).svids(&id("web"));
     let mut before = svids.next().await.unwrap().unwrap();
     for _ in 0..5 {
         let start = Instant::now();

@@ -10,6 +10,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use super::*;
 use crate::identity::{
     dev_ca,
+    renew::Renewing,
     testing::{TestCa, id},
 };
 
@@ -273,7 +274,7 @@ async fn the_development_ca_s_certificates_are_rotated_through_the_store() {
         lifetime: Duration::from_secs(1000),
     };
     let ca = dev_ca::DevCa::load_or_create(dir.path(), config).unwrap();
-    let held = Store::new(Arc::new(ca)).hold(&id("web"));
+    let held = Store::new(Arc::new(Renewing::new(ca))).hold(&id("web"));
     let mut before = held.server_config().await.unwrap();
     for _ in 0..3 {
         // Longer than a certificate is ever kept when all goes well.

@@ -1,0 +1,122 @@
+//! How the control planes are reached: certificate authority and discovery. Names and defaults are ztunnel's.
+
+use std::{collections::BTreeMap, path::Path};
+
+use serde::{Serialize, Serializer, ser::SerializeStruct};
+
+use super::Error;
+use crate::{
+    control_plane::{Address, Auth, Config, Roots, Token},
+    discovery::xds,
+};
+
+/// Where the roots of Istio's control plane are mounted.
+const DEFAULT_ROOT: &str = "./var/run/secrets/istio/root-cert.pem";
+/// Where the token for it is mounted.
+const DEFAULT_TOKEN: &str = "./var/run/secrets/tokens/istio-token";
+
+/// The environment: every variable by its name.
+pub type Environment = BTreeMap<String, String>;
+
+/// A control plane. What is shown of it has no secrets.
+#[derive(Debug, Clone)]
+pub struct Plane(pub Config);
+
+/// What the settings say of one.
+pub(super) struct Given<'a> {
+    /// The variables' names begin so: `XDS`, `CA`.
+    pub(super) prefix: &'static str,
+    pub(super) address: Option<String>,
+    pub(super) roots: Option<String>,
+    pub(super) alt_hostname: Option<String>,
+    pub(super) token: Option<&'a str>,
+    pub(super) cluster_id: &'a str,
+    pub(super) environment: &'a Environment,
+}
+
+impl Given<'_> {
+    /// The plane; none when its address is empty.
+    pub(super) fn plane(self) -> Result<Option<Plane>, Error> {
+        let Some(address) = self.address.filter(|address| !address.is_empty()) else {
+            return Ok(None);
+        };
+        let prefix = self.prefix;
+        let problem =
+            |name: String, error: &dyn std::fmt::Display| Error::Setting(format!("{name}: {error}"));
+        let address: Address = address
+            .parse()
+            .map_err(|error| problem(format!("{prefix}_ADDRESS"), &error))?;
+        let token = match self.token {
+            Some(token) => Some(Token::from_setting(token)),
+            None => Path::new(DEFAULT_TOKEN)
+                .exists()
+                .then(|| Token::File(DEFAULT_TOKEN.into())),
+        };
+        let cluster_id = self.cluster_id.parse();
+        let mut auth = Auth {
+            token,
+            cluster_id: Some(cluster_id.map_err(|error| problem("CLUSTER_ID".to_owned(), &error))?),
+            headers: Vec::new(),
+        };
+        let header_prefix = format!("{prefix}_HEADER_");
+        for (name, value) in self.environment {
+            if let Some(header) = name.strip_prefix(&header_prefix) {
+                auth.add_header(header, value)
+                    .map_err(|error| problem(name.clone(), &error))?;
+            }
+        }
+        let roots = self.roots.as_deref().unwrap_or(DEFAULT_ROOT);
+        Ok(Some(Plane(Config {
+            address,
+            roots: Roots::from_setting(roots),
+            alt_hostname: self.alt_hostname,
+            auth,
+        })))
+    }
+}
+
+impl Serialize for Plane {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let Config {
+            address,
+            roots,
+            alt_hostname,
+            auth,
+        } = &self.0;
+        let roots = match roots {
+            Roots::File(path) => path.display().to_string(),
+            Roots::System => "SYSTEM".to_owned(),
+            Roots::Inline(_) => "inline".to_owned(),
+        };
+        let token = auth.token.as_ref().map(|token| match token {
+            Token::File(path) => path.display().to_string(),
+            Token::Literal(_) => "literal".to_owned(),
+        });
+        let headers: Vec<_> = auth.headers.iter().map(|(name, _)| name.as_str()).collect();
+        let mut shown = serializer.serialize_struct("Plane", 5)?;
+        shown.serialize_field("address", &address.to_string())?;
+        shown.serialize_field("roots", &roots)?;
+        shown.serialize_field("altHostname", alt_hostname)?;
+        shown.serialize_field("token", &token)?;
+        shown.serialize_field("headers", &headers)?;
+        shown.end()
+    }
+}
+
+/// What a control plane is told of the agent beside its names: `ISTIO_META_x` is the text x, `ISTIO_METAJSON_x` is any JSON.
+pub(super) fn identity(names: xds::Identity, environment: &Environment) -> Result<xds::Identity, Error> {
+    let mut identity = names;
+    for (name, value) in environment {
+        if let Some(name) = name.strip_prefix("ISTIO_META_") {
+            identity.metadata.insert(name.to_owned(), value.as_str().into());
+        } else if let Some(key) = name.strip_prefix("ISTIO_METAJSON_") {
+            let json = serde_json::from_str(value).map_err(|error| {
+                Error::Setting(format!(
+                    "{name}: it must be JSON, a text in quotes for example: {error}"
+                ))
+            })?;
+            identity.metadata.insert(key.to_owned(), json);
+        }
+    }
+    Ok(identity)
+}

@@ -1,0 +1,157 @@
+//! What is asked, what is here, and what is answered: the protocol without its connection.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::{
+    super::proto::{
+        self, ADDRESS, AUTHORIZATION,
+        messages::{DeltaDiscoveryRequest, DeltaDiscoveryResponse, Status},
+    },
+    node::Identity,
+};
+use crate::mesh::index::Update;
+
+/// Both are asked for whole.
+const TYPES: [&str; 2] = [ADDRESS, AUTHORIZATION];
+
+/// `INVALID_ARGUMENT` of google.rpc.Code.
+const INVALID_ARGUMENT: i32 = 3;
+
+/// Longest text, in bytes, by which a refusal is explained: a response of bad resources alone has no end of them.
+const MAX_EXPLANATION: usize = 16 << 10;
+
+/// Fewer resources are decoded at once; more where they hold up no other task.
+const FEW: usize = 256;
+
+/// What outlives a connection.
+#[derive(Debug)]
+pub(super) struct Session {
+    identity: Identity,
+    /// Version of each resource, by type and name.
+    versions: BTreeMap<&'static str, BTreeMap<String, String>>,
+    /// The types that have been taken whole once.
+    accepted: BTreeSet<&'static str>,
+}
+
+/// What is made of a response.
+#[derive(Debug, Default)]
+struct Taken {
+    updates: Vec<Update>,
+    /// Of what was understood: name and version.
+    good: Vec<(String, String)>,
+    removed: Vec<String>,
+    /// `name: reason`
+    problems: Vec<String>,
+}
+
+impl Session {
+    pub(super) fn new(identity: &Identity) -> Self {
+        Self {
+            identity: identity.clone(),
+            versions: TYPES.into_iter().map(|url| (url, BTreeMap::new())).collect(),
+            accepted: BTreeSet::new(),
+        }
+    }
+
+    /// With what a connection begins: without names, everything is asked for; what is here needs not be sent again.
+    pub(super) fn first_requests(&self) -> impl Iterator<Item = DeltaDiscoveryRequest> {
+        self.versions.iter().map(|(url, versions)| DeltaDiscoveryRequest {
+            node: Some(self.identity.node()),
+            type_url: (*url).to_owned(),
+            initial_resource_versions: versions.clone(),
+            ..DeltaDiscoveryRequest::default()
+        })
+    }
+
+    /// Takes a response: the answer to it, and what it changes.
+    pub(super) async fn take(
+        &mut self,
+        response: DeltaDiscoveryResponse,
+    ) -> (DeltaDiscoveryRequest, Vec<Update>) {
+        let mut answer = DeltaDiscoveryRequest {
+            type_url: response.type_url.clone(),
+            response_nonce: response.nonce.clone(),
+            ..DeltaDiscoveryRequest::default()
+        };
+        let Some(url) = TYPES.into_iter().find(|url| *url == response.type_url) else {
+            tracing::error!(type_url = %response.type_url, "the control plane sends what it was not asked for; it is passed over");
+            return (answer, Vec::new());
+        };
+        let taken = if response.resources.len() <= FEW {
+            decode(url, response)
+        } else {
+            let decoded = tokio::task::spawn_blocking(move || decode(url, response)).await;
+            decoded.unwrap_or_else(|error| Taken {
+                problems: vec![format!("internal fault: {error}")],
+                ..Taken::default()
+            })
+        };
+        let versions = self.versions.entry(url).or_default();
+        versions.extend(taken.good);
+        for name in &taken.removed {
+            versions.remove(name);
+        }
+        if taken.problems.is_empty() {
+            self.accepted.insert(url);
+        } else {
+            let message = explanation(&taken.problems);
+            tracing::warn!(type_url = %url, refused = taken.problems.len(), problems = %message, "resources of the control plane are refused");
+            answer.error_detail = Some(Status {
+                code: INVALID_ARGUMENT,
+                message,
+            });
+        }
+        (answer, taken.updates)
+    }
+
+    /// Whether every type has been taken whole once.
+    pub(super) fn is_synced(&self) -> bool {
+        self.accepted.len() == TYPES.len()
+    }
+}
+
+/// Pure, and for a whole mesh some seconds of work.
+fn decode(url: &'static str, response: DeltaDiscoveryResponse) -> Taken {
+    let mut taken = Taken::default();
+    for resource in response.resources {
+        let decoded = match &resource.resource {
+            Some(any) if any.type_url == url => proto::decode(url, &any.value),
+            Some(any) => Err(format!("it is of type {:?} among those of {url:?}", any.type_url)).into(),
+            None => Err("it is empty".to_owned()).into(),
+        };
+        taken.updates.extend(decoded.update);
+        match decoded.problem {
+            None => taken.good.push((resource.name, resource.version)),
+            Some(problem) => taken.problems.push(format!("{}: {problem}", resource.name)),
+        }
+    }
+    // After what is new, so that what moves from one name to another is never gone.
+    for name in response.removed_resources {
+        match proto::removal(url, &name) {
+            Ok(update) => {
+                taken.updates.push(update);
+                taken.removed.push(name);
+            }
+            Err(problem) => taken.problems.push(format!("{name}: {problem}")),
+        }
+    }
+    taken
+}
+
+fn explanation(problems: &[String]) -> String {
+    let mut text = String::new();
+    for (at, problem) in problems.iter().enumerate() {
+        if text.len() + problem.len() > MAX_EXPLANATION {
+            text.push_str(&format!("; and {} more", problems.len() - at));
+            break;
+        }
+        if at > 0 {
+            text.push_str("; ");
+        }
+        text.push_str(problem);
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests;

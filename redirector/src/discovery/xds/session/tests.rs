@@ -1,0 +1,172 @@
+use prost::Message as _;
+use prost_types::Any;
+
+use super::{super::super::proto::messages::Resource, *};
+
+const WORKLOAD: &[u8] = include_bytes!("../../proto/golden/workload.bin");
+const SERVICE: &[u8] = include_bytes!("../../proto/golden/service.bin");
+const POLICY: &[u8] = include_bytes!("../../proto/golden/authorization.bin");
+
+fn session() -> Session {
+    Session::new(&Identity::default())
+}
+
+fn resource(url: &str, name: &str, version: &str, value: &[u8]) -> Resource {
+    Resource {
+        name: name.into(),
+        version: version.into(),
+        resource: Some(Any {
+            type_url: url.into(),
+            value: value.to_vec(),
+        }),
+    }
+}
+
+fn response(url: &str, nonce: &str, resources: Vec<Resource>, removed: &[&str]) -> DeltaDiscoveryResponse {
+    DeltaDiscoveryResponse {
+        type_url: url.into(),
+        nonce: nonce.into(),
+        resources,
+        removed_resources: removed.iter().map(|name| (*name).to_owned()).collect(),
+        ..DeltaDiscoveryResponse::default()
+    }
+}
+
+fn known(session: &Session, url: &str) -> Vec<(String, String)> {
+    let first = session
+        .first_requests()
+        .find(|request| request.type_url == url)
+        .unwrap();
+    first.initial_resource_versions.into_iter().collect()
+}
+
+#[test]
+fn everything_is_asked_for_by_the_first_requests() {
+    let requests: Vec<_> = session().first_requests().collect();
+    let urls: Vec<_> = requests.iter().map(|request| &*request.type_url).collect();
+    assert_eq!(urls.len(), 2);
+    assert!(urls.contains(&ADDRESS) && urls.contains(&AUTHORIZATION));
+    for request in requests {
+        assert!(request.node.unwrap().id.starts_with("ztunnel~"));
+        assert!(request.resource_names_subscribe.is_empty() && request.response_nonce.is_empty());
+    }
+}
+
+#[tokio::test]
+async fn good_resources_are_acknowledged_and_told_at_the_next_connection() {
+    let mut session = session();
+    let resources = vec![
+        resource(ADDRESS, "w", "1", WORKLOAD),
+        resource(ADDRESS, "s", "2", SERVICE),
+    ];
+    let (answer, updates) = session.take(response(ADDRESS, "n1", resources, &[])).await;
+    assert_eq!((&*answer.type_url, &*answer.response_nonce), (ADDRESS, "n1"));
+    assert!(answer.error_detail.is_none() && answer.node.is_none());
+    assert!(matches!(&*updates, [Update::Workload(_), Update::Service(_)]));
+    assert!(!session.is_synced());
+    // A type of which there is nothing is here, too.
+    session.take(response(AUTHORIZATION, "n2", vec![], &[])).await;
+    assert!(session.is_synced());
+    let versions = |all: &[(&str, &str)]| -> Vec<_> {
+        all.iter()
+            .map(|(name, version)| ((*name).to_owned(), (*version).to_owned()))
+            .collect()
+    };
+    assert_eq!(known(&session, ADDRESS), versions(&[("s", "2"), ("w", "1")]));
+    let (_, updates) = session
+        .take(response(ADDRESS, "n3", vec![], &["w", "never"]))
+        .await;
+    assert_eq!(updates[0], Update::RemoveAddress("w".into()));
+    assert_eq!(known(&session, ADDRESS), versions(&[("s", "2")]));
+}
+
+#[tokio::test]
+async fn bad_resources_are_told_each_with_its_reason_and_the_good_ones_beside_them_count() {
+    let mut session = session();
+    session
+        .take(response(
+            ADDRESS,
+            "n0",
+            vec![resource(ADDRESS, "bad", "0", WORKLOAD)],
+            &[],
+        ))
+        .await;
+    let resources = vec![
+        resource(ADDRESS, "bad", "1", &[0xff]),
+        resource(ADDRESS, "good", "1", SERVICE),
+        resource(AUTHORIZATION, "other", "1", POLICY),
+        Resource {
+            name: "empty".into(),
+            ..Resource::default()
+        },
+    ];
+    let (answer, updates) = session.take(response(ADDRESS, "n1", resources, &["gone"])).await;
+    let error = answer.error_detail.unwrap();
+    for name in ["bad: ", "other: it is of type", "empty: it is empty"] {
+        assert!(error.message.contains(name), "{}", error.message);
+    }
+    assert!(!error.message.contains("good"));
+    assert_eq!((error.code, error.message.matches("; ").count()), (3, 2));
+    assert!(matches!(
+        &*updates,
+        [Update::Service(_), Update::RemoveAddress(_)]
+    ));
+    // Of what was refused the version before is told, so that it is sent again.
+    let names: Vec<_> = known(&session, ADDRESS);
+    assert_eq!(
+        names,
+        [
+            ("bad".to_owned(), "0".to_owned()),
+            ("good".to_owned(), "1".to_owned())
+        ]
+    );
+    assert!(!session.accepted.contains(AUTHORIZATION));
+}
+
+#[tokio::test]
+async fn a_first_state_with_something_bad_is_not_the_first_state() {
+    let mut session = session();
+    session.take(response(ADDRESS, "n", vec![], &[])).await;
+    let bad = vec![resource(AUTHORIZATION, "shop/p", "1", &[0xff])];
+    session.take(response(AUTHORIZATION, "n", bad, &[])).await;
+    assert!(!session.is_synced());
+    session
+        .take(response(AUTHORIZATION, "n", vec![], &["shop/p"]))
+        .await;
+    assert!(session.is_synced());
+}
+
+#[tokio::test]
+async fn what_was_not_asked_for_is_acknowledged_and_passed_over() {
+    let mut session = session();
+    let (answer, updates) = session
+        .take(response(
+            "other",
+            "n",
+            vec![resource("other", "x", "1", &[])],
+            &[],
+        ))
+        .await;
+    assert_eq!(
+        (&*answer.type_url, &*answer.response_nonce, updates.len()),
+        ("other", "n", 0)
+    );
+    assert!(answer.error_detail.is_none());
+}
+
+#[tokio::test]
+async fn very_many_resources_are_taken_and_very_many_problems_told_in_short() {
+    let mut session = session();
+    let many = (0..2000).map(|number| resource(ADDRESS, &format!("bad-{number}"), "1", &[0xff]));
+    let good = resource(ADDRESS, "good", "1", WORKLOAD);
+    let (answer, updates) = session
+        .take(response(ADDRESS, "n", many.chain([good]).collect(), &[]))
+        .await;
+    assert_eq!(updates.len(), 1);
+    let message = answer.error_detail.as_ref().unwrap().message.clone();
+    assert!(
+        message.contains("bad-0: ") && message.contains(" more"),
+        "{message}"
+    );
+    assert!(answer.encoded_len() < 2 * MAX_EXPLANATION);
+}
