@@ -72,6 +72,8 @@ pub struct Options {
     pub programs: Option<PathBuf>,
     /// More arguments.
     pub arguments: Vec<String>,
+    /// Variables of its environment; the last of a name counts.
+    pub environment: Vec<(String, String)>,
 }
 
 impl Options {
@@ -169,7 +171,8 @@ impl Agent {
             .env("XDS_ADDRESS", "")
             .env("CA_ADDRESS", "")
             .env("FAKE_CA", "true")
-            .env("RUST_BACKTRACE", "1");
+            .env("RUST_BACKTRACE", "1")
+            .envs(options.environment.iter().cloned());
         if let Some(programs) = &options.programs {
             let path = env::var("PATH").unwrap_or_default();
             command.env("PATH", format!("{}:{path}", programs.display()));

@@ -12,11 +12,13 @@
 //! - [`packet`]: packets made by hand
 //! - [`dns`]: the DNS proxy of a pod, as far as capture needs one; [`inner`]: a namespace behind a pod
 //! - [`ca`]: certificates for peers that are not ours; [`envoy`] is such a peer
+//! - [`ads`] and [`istio_ca`]: control planes, by [`grpc`] and the messages of [`proto`]
 //! - [`mesh`]: what most tests begin with; [`suite`]: the harness
 //!
 //! Everything made here is removed when its value is dropped; what a killed process left is removed by the next one.
 #![forbid(unsafe_code)]
 
+pub mod ads;
 pub mod agent;
 pub mod app;
 pub mod bpf;
@@ -30,14 +32,17 @@ pub mod dns;
 pub mod envoy;
 pub mod footprint;
 pub mod foreign;
+pub mod grpc;
 pub mod holdings;
 pub mod inner;
 pub mod iptables;
+pub mod istio_ca;
 pub mod mesh;
 pub mod netns;
 pub mod node;
 pub mod packet;
 pub mod process;
+pub mod proto;
 pub mod suite;
 pub mod wait;
 pub mod workloads;

@@ -151,7 +151,13 @@ impl Entry {
             .failure
             .unwrap_or_else(|| Arc::new(Unanswered(FIRST_CERTIFICATE_DEADLINE)));
         let operation = match state.current {
-            Some(_) => format!("certificate of {} has expired; getting a new one", self.id),
+            Some(current) => {
+                let at = time::OffsetDateTime::from(current.not_after);
+                format!(
+                    "certificate of {} has expired at {at}; getting a new one",
+                    self.id
+                )
+            }
             None => format!("first certificate of {}", self.id),
         };
         Err(Error {

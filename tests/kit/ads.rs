@@ -1,0 +1,292 @@
+//! A control plane that tells of a mesh: delta ADS by tonic and the tests' own messages.
+
+use std::{
+    collections::BTreeMap,
+    pin::Pin,
+    sync::{Arc, Mutex, MutexGuard},
+};
+
+use prost::Message as _;
+use prost_types::Any;
+use tokio::sync::{mpsc, watch};
+use tokio_stream::{Stream, wrappers::ReceiverStream};
+use tonic::{Request, Response, Status, Streaming};
+
+use crate::{
+    grpc::{Credentials, Server},
+    netns::Namespace,
+    node::{Family, Pod},
+    proto::{
+        discovery::{
+            DeltaDiscoveryRequest, DeltaDiscoveryResponse, Resource,
+            aggregated_discovery_service_server::{
+                AggregatedDiscoveryService, AggregatedDiscoveryServiceServer,
+            },
+        },
+        security::Authorization,
+        workload::{self, Address, Workload, address},
+    },
+    wait,
+};
+
+/// Types.
+pub const ADDRESS: &str = "type.googleapis.com/istio.workload.Address";
+/// Types.
+pub const AUTHORIZATION: &str = "type.googleapis.com/istio.security.Authorization";
+
+/// A control plane. Its state outlives its server.
+#[derive(Debug)]
+pub struct Ads {
+    shared: Arc<Shared>,
+    server: Option<Server>,
+    port: u16,
+}
+
+#[derive(Debug)]
+struct Shared {
+    credentials: Credentials,
+    state: Mutex<State>,
+    /// Changes with the state.
+    changed: watch::Sender<()>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// By type and name: version and value.
+    resources: BTreeMap<(String, String), (u64, Any)>,
+    version: u64,
+    /// Every request in its order.
+    requests: Vec<DeltaDiscoveryRequest>,
+    connections: usize,
+}
+
+impl Ads {
+    /// Starts one in `ns`, with nothing in it.
+    pub fn start(ns: &Namespace, credentials: &Credentials) -> Self {
+        let shared = Arc::new(Shared {
+            credentials: credentials.clone(),
+            state: Mutex::default(),
+            changed: watch::Sender::default(),
+        });
+        let mut ads = Self {
+            shared,
+            server: None,
+            port: 0,
+        };
+        ads.up(ns);
+        ads
+    }
+
+    /// Serves again, at the same port.
+    pub fn up(&mut self, ns: &Namespace) {
+        let service = AggregatedDiscoveryServiceServer::new(Handler(self.shared.clone()));
+        let service = service.max_encoding_message_size(200 << 20);
+        let server = Server::start(ns, self.port, &self.shared.credentials, service);
+        self.port = server.addr.port();
+        self.server = Some(server);
+    }
+
+    /// Serves nobody any more; what is changed meanwhile is told later.
+    pub fn down(&mut self) {
+        self.server = None;
+    }
+
+    /// The environment of an agent that asks it.
+    ///
+    /// # Panics
+    /// When it is down.
+    pub fn environment(&self) -> Vec<(String, String)> {
+        let addr = self.server.as_ref().expect("it is up").addr;
+        self.shared.credentials.environment("XDS", addr)
+    }
+
+    /// Changes several resources in one step.
+    pub fn edit(&self, edit: impl FnOnce(&mut Edit<'_>)) {
+        edit(&mut Edit(self.shared.state()));
+        self.shared.changed.send_replace(());
+    }
+
+    /// Every request so far.
+    pub fn requests(&self) -> Vec<DeltaDiscoveryRequest> {
+        self.shared.state().requests.clone()
+    }
+
+    /// How often it was connected to.
+    pub fn connections(&self) -> usize {
+        self.shared.state().connections
+    }
+
+    /// Waits until the newest state of `type_url` has been answered, and returns why it was refused, if it was.
+    ///
+    /// # Panics
+    /// When there is no answer.
+    pub fn answered(&self, type_url: &str) -> Option<String> {
+        wait::until("an answer to the newest state", || {
+            let state = self.shared.state();
+            let nonce = state.version.to_string();
+            let answer = |request: &&DeltaDiscoveryRequest| {
+                request.type_url == type_url && request.response_nonce == nonce
+            };
+            let answer = state.requests.iter().find(answer)?;
+            Some(answer.error_detail.as_ref().map(|status| status.message.clone()))
+        })
+    }
+}
+
+/// A change of the state.
+pub struct Edit<'a>(MutexGuard<'a, State>);
+
+impl Edit<'_> {
+    /// Puts a resource.
+    pub fn put(&mut self, type_url: &str, name: &str, value: Vec<u8>) {
+        self.0.version += 1;
+        let version = self.0.version;
+        let any = Any {
+            type_url: type_url.to_owned(),
+            value,
+        };
+        self.0
+            .resources
+            .insert((type_url.to_owned(), name.to_owned()), (version, any));
+    }
+
+    /// Puts a workload.
+    pub fn workload(&mut self, workload: Workload) {
+        let name = workload.uid.clone();
+        let kind = Some(address::Type::Workload(workload));
+        self.put(ADDRESS, &name, Address { r#type: kind }.encode_to_vec());
+    }
+
+    /// Puts a service.
+    pub fn service(&mut self, service: workload::Service) {
+        let name = format!("{}/{}", service.namespace, service.hostname);
+        let kind = Some(address::Type::Service(service));
+        self.put(ADDRESS, &name, Address { r#type: kind }.encode_to_vec());
+    }
+
+    /// Puts a policy.
+    pub fn policy(&mut self, policy: &Authorization) {
+        let name = format!("{}/{}", policy.namespace, policy.name);
+        self.put(AUTHORIZATION, &name, policy.encode_to_vec());
+    }
+
+    /// Removes a resource.
+    pub fn remove(&mut self, type_url: &str, name: &str) {
+        self.0.version += 1;
+        self.0.resources.remove(&(type_url.to_owned(), name.to_owned()));
+    }
+}
+
+/// A pod as the control plane tells of it: it takes HBONE.
+pub fn workload(pod: &Pod) -> Workload {
+    let octets = |family: Family| match pod.ip(family) {
+        std::net::IpAddr::V4(ip) => ip.octets().to_vec(),
+        std::net::IpAddr::V6(ip) => ip.octets().to_vec(),
+    };
+    Workload {
+        uid: format!("Kubernetes//Pod/demo/{}", pod.name),
+        name: pod.name.clone(),
+        namespace: "demo".into(),
+        service_account: pod.name.clone(),
+        addresses: Family::BOTH.map(octets).into(),
+        tunnel_protocol: workload::TunnelProtocol::Hbone.into(),
+        ..Workload::default()
+    }
+}
+
+impl Shared {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("no test holds it in a panic")
+    }
+}
+
+struct Handler(Arc<Shared>);
+
+type Responses = Pin<Box<dyn Stream<Item = Result<DeltaDiscoveryResponse, Status>> + Send>>;
+
+#[tonic::async_trait]
+impl AggregatedDiscoveryService for Handler {
+    type DeltaAggregatedResourcesStream = Responses;
+
+    async fn delta_aggregated_resources(
+        &self,
+        request: Request<Streaming<DeltaDiscoveryRequest>>,
+    ) -> Result<Response<Responses>, Status> {
+        self.0.credentials.check(&request)?;
+        self.0.state().connections += 1;
+        let (responses, outgoing) = mpsc::channel(16);
+        let connection = Connection {
+            shared: self.0.clone(),
+            responses,
+            told: BTreeMap::new(),
+        };
+        tokio::spawn(connection.run(request.into_inner()));
+        Ok(Response::new(Box::pin(ReceiverStream::new(outgoing))))
+    }
+}
+
+struct Connection {
+    shared: Arc<Shared>,
+    responses: mpsc::Sender<Result<DeltaDiscoveryResponse, Status>>,
+    /// By subscribed type, the versions that the client has by name.
+    told: BTreeMap<String, BTreeMap<String, String>>,
+}
+
+impl Connection {
+    async fn run(mut self, mut requests: Streaming<DeltaDiscoveryRequest>) {
+        let mut changed = self.shared.changed.subscribe();
+        loop {
+            let first_of = tokio::select! {
+                request = requests.message() => {
+                    let Ok(Some(request)) = request else { return };
+                    self.shared.state().requests.push(request.clone());
+                    let is_first = request.response_nonce.is_empty();
+                    if is_first {
+                        let known = request.initial_resource_versions.into_iter().collect();
+                        self.told.insert(request.type_url.clone(), known);
+                    }
+                    is_first.then_some(request.type_url)
+                }
+                _ = changed.changed() => None,
+            };
+            for type_url in self.told.keys().cloned().collect::<Vec<_>>() {
+                let is_first = first_of.as_ref() == Some(&type_url);
+                let Some(response) = self.response(&type_url, is_first) else {
+                    continue;
+                };
+                if self.responses.send(Ok(response)).await.is_err() {
+                    return;
+                }
+            }
+        }
+    }
+
+    /// What the client lacks of a type; the first response comes even if that is nothing.
+    fn response(&mut self, type_url: &str, is_first: bool) -> Option<DeltaDiscoveryResponse> {
+        let state = self.shared.state();
+        let told = self.told.get_mut(type_url)?;
+        let mut response = DeltaDiscoveryResponse {
+            type_url: type_url.to_owned(),
+            nonce: state.version.to_string(),
+            ..DeltaDiscoveryResponse::default()
+        };
+        let of_type = state.resources.iter().filter(|((url, _), _)| url == type_url);
+        for ((_, name), (version, any)) in of_type {
+            if told.insert(name.clone(), version.to_string()).as_ref() != Some(&version.to_string()) {
+                response.resources.push(Resource {
+                    name: name.clone(),
+                    version: version.to_string(),
+                    resource: Some(any.clone()),
+                    aliases: vec![],
+                });
+            }
+        }
+        let is_gone = |name: &String| !state.resources.contains_key(&(type_url.to_owned(), name.clone()));
+        response.removed_resources = told.keys().filter(|name| is_gone(name)).cloned().collect();
+        for name in &response.removed_resources {
+            told.remove(name);
+        }
+        let is_empty = response.resources.is_empty() && response.removed_resources.is_empty();
+        (is_first || !is_empty).then_some(response)
+    }
+}

@@ -1,0 +1,221 @@
+//! A certificate authority of Istio's kind, by tonic and the tests' own messages, which can be told to misbehave.
+
+use std::{
+    sync::{Arc, Mutex},
+    time::Duration,
+};
+
+use prost_types::value::Kind;
+use rcgen::{
+    BasicConstraints, CertificateParams, CertificateSigningRequestParams, CertifiedIssuer, DnType, IsCa,
+    KeyPair, SanType,
+};
+use tonic::{Request, Response, Status};
+
+use crate::{
+    grpc::{Credentials, Server},
+    netns::Namespace,
+    proto::auth::{
+        IstioCertificateRequest, IstioCertificateResponse,
+        istio_certificate_service_server::{IstioCertificateService, IstioCertificateServiceServer},
+    },
+};
+
+/// What it does when it is asked.
+#[derive(Debug, Clone, Default)]
+pub enum Mood {
+    /// It makes certificates.
+    #[default]
+    Good,
+    /// It refuses, with this text.
+    Refusing(String),
+    /// It never answers.
+    Silent,
+    /// Its certificates are for this identity.
+    For(String),
+    /// Its certificates have another key.
+    OtherKey,
+    /// Its answers have no root.
+    NoRoot,
+    /// Its answers are no certificates.
+    Garbage,
+}
+
+/// An authority. Its root outlives its server.
+#[derive(Debug)]
+pub struct IstioCa {
+    shared: Arc<Shared>,
+    server: Option<Server>,
+    port: u16,
+}
+
+#[derive(Debug)]
+struct Shared {
+    credentials: Credentials,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    root: CertifiedIssuer<'static, KeyPair>,
+    mood: Mood,
+    lifetime: Duration,
+    /// Of each request: the identity, and the time it asked for in seconds.
+    asked: Vec<(String, i64)>,
+}
+
+impl IstioCa {
+    /// Starts one in `ns`, with a root of its own; its certificates live for `lifetime`.
+    pub fn start(ns: &Namespace, credentials: &Credentials, lifetime: Duration) -> Self {
+        let mut params = CertificateParams::default();
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        params.distinguished_name.push(DnType::CommonName, "mesh root");
+        let state = State {
+            root: CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap(),
+            mood: Mood::Good,
+            lifetime,
+            asked: Vec::new(),
+        };
+        let shared = Arc::new(Shared {
+            credentials: credentials.clone(),
+            state: Mutex::new(state),
+        });
+        let mut ca = Self {
+            shared,
+            server: None,
+            port: 0,
+        };
+        ca.up(ns);
+        ca
+    }
+
+    /// Serves again, at the same port.
+    pub fn up(&mut self, ns: &Namespace) {
+        let service = IstioCertificateServiceServer::new(Handler(self.shared.clone()));
+        let server = Server::start(ns, self.port, &self.shared.credentials, service);
+        self.port = server.addr.port();
+        self.server = Some(server);
+    }
+
+    /// Serves nobody any more.
+    pub fn down(&mut self) {
+        self.server = None;
+    }
+
+    /// From now on.
+    pub fn set(&self, mood: Mood) {
+        self.shared.state().mood = mood;
+    }
+
+    /// How long certificates live, from now on.
+    pub fn set_lifetime(&self, lifetime: Duration) {
+        self.shared.state().lifetime = lifetime;
+    }
+
+    /// The identities it was asked for, and for how many seconds.
+    pub fn asked(&self) -> Vec<(String, i64)> {
+        self.shared.state().asked.clone()
+    }
+
+    /// The environment of an agent that asks it.
+    ///
+    /// # Panics
+    /// When it is down.
+    pub fn environment(&self) -> Vec<(String, String)> {
+        let addr = self.server.as_ref().expect("it is up").addr;
+        let mut environment = self.shared.credentials.environment("CA", addr);
+        environment.push(("FAKE_CA".to_owned(), "false".to_owned()));
+        environment
+    }
+}
+
+impl Shared {
+    fn state(&self) -> std::sync::MutexGuard<'_, State> {
+        self.state.lock().expect("no test holds it in a panic")
+    }
+}
+
+struct Handler(Arc<Shared>);
+
+#[tonic::async_trait]
+impl IstioCertificateService for Handler {
+    async fn create_certificate(
+        &self,
+        request: Request<IstioCertificateRequest>,
+    ) -> Result<Response<IstioCertificateResponse>, Status> {
+        self.0.credentials.check(&request)?;
+        if request
+            .metadata()
+            .get("clusterid")
+            .is_none_or(|id| id != "Kubernetes")
+        {
+            return Err(Status::invalid_argument("no clusterid"));
+        }
+        let request = request.into_inner();
+        let metadata = request.metadata.unwrap_or_default();
+        let identity = match metadata
+            .fields
+            .get("ImpersonatedIdentity")
+            .and_then(|value| value.kind.as_ref())
+        {
+            Some(Kind::StringValue(identity)) => identity.clone(),
+            _ => {
+                return Err(Status::permission_denied(
+                    "nodes get no certificates of their own",
+                ));
+            }
+        };
+        let mood = {
+            let mut state = self.0.state();
+            state.asked.push((identity.clone(), request.validity_duration));
+            state.mood.clone()
+        };
+        match mood {
+            Mood::Refusing(text) => Err(Status::permission_denied(text)),
+            Mood::Silent => std::future::pending().await,
+            Mood::Garbage => Ok(answer(vec!["garbage".into(), "garbage".into()])),
+            mood => {
+                let csr = CertificateSigningRequestParams::from_pem(&request.csr);
+                let csr = csr.map_err(|error| Status::invalid_argument(error.to_string()))?;
+                self.0.state().sign(csr, &identity, &mood)
+            }
+        }
+    }
+}
+
+fn answer(cert_chain: Vec<String>) -> Response<IstioCertificateResponse> {
+    Response::new(IstioCertificateResponse { cert_chain })
+}
+
+impl State {
+    fn sign(
+        &self,
+        mut csr: CertificateSigningRequestParams,
+        identity: &str,
+        mood: &Mood,
+    ) -> Result<Response<IstioCertificateResponse>, Status> {
+        let asked = csr.params.subject_alt_names.iter().map(|san| match san {
+            SanType::URI(uri) => uri.as_str(),
+            _ => "",
+        });
+        if asked.collect::<Vec<_>>() != [identity] {
+            return Err(Status::invalid_argument("the request is for somebody else"));
+        }
+        if let Mood::For(other) = mood {
+            csr.params.subject_alt_names = vec![SanType::URI(other.as_str().try_into().unwrap())];
+        }
+        let now = std::time::SystemTime::now();
+        csr.params.not_before = now.into();
+        csr.params.not_after = (now + self.lifetime).into();
+        let signed = match mood {
+            Mood::OtherKey => csr.params.signed_by(&KeyPair::generate().unwrap(), &self.root),
+            _ => csr.signed_by(&self.root),
+        };
+        let signed = signed.map_err(|error| Status::internal(error.to_string()))?;
+        let mut chain = vec![signed.pem()];
+        if !matches!(mood, Mood::NoRoot) {
+            chain.push(self.root.pem());
+        }
+        Ok(answer(chain))
+    }
+}
