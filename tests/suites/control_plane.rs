@@ -146,8 +146,8 @@ impl Demo {
         });
         refused(&self.client.ns, self.server.addr(family, PORT));
         let log = self.agent.access_log();
-        let errors = log.iter().rev().filter_map(|entry| entry.get("error"));
-        errors.cloned().next().unwrap_or_default()
+        let mut errors = log.iter().rev().filter_map(|entry| entry.get("error"));
+        errors.next().cloned().unwrap_or_default()
     }
 
     fn readiness(&self) -> u16 {

@@ -7,7 +7,7 @@ use super::{service::Service, workload::Workload};
 /// Fewer than these are not worth looking through.
 const FEW: usize = 1024;
 
-/// The texts that are in use, as far as they were [shared](Self::share).
+/// The texts that are in use, as far as they were shared.
 #[derive(Debug, Default)]
 pub struct Strings {
     known: HashSet<Arc<str>>,
