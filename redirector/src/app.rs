@@ -205,7 +205,7 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
     redirect::metrics::register(&mut registry, Arc::clone(&redirector));
     let shared = Arc::new(Shared {
         mesh: mesh.clone(),
-        identities,
+        identities: Arc::clone(&identities),
         redirector: Arc::clone(&redirector),
         config: config.proxy(),
         metrics: proxy_metrics(&mut registry),
@@ -236,6 +236,7 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
         probers,
         mesh: mesh.clone(),
         synced,
+        identities: Arc::clone(&identities),
         registry,
         logs,
         backend,

@@ -13,6 +13,7 @@ use tokio::{net::TcpListener, sync::watch};
 use tokio_util::sync::CancellationToken;
 
 use crate::{
+    identity::store::Store,
     mesh::index::Mesh,
     pods::status::{State, Status},
     redirect::probers::View,
@@ -40,6 +41,8 @@ pub struct Admin {
     pub mesh: watch::Receiver<Arc<Mesh>>,
     /// Whether all sources of the mesh have told what they know.
     pub synced: watch::Receiver<bool>,
+    /// The identities in use.
+    pub identities: Arc<Store>,
     /// The metrics.
     pub registry: Registry,
     /// The log level.
@@ -171,6 +174,7 @@ impl Admin {
             "workloads": workloads,
             "services": services,
             "pods": self.pods_view(),
+            "certificates": self.identities.states(),
             "config": self.config,
         })
     }

@@ -1,7 +1,13 @@
+use futures_util::stream::BoxStream;
 use http_body_util::BodyExt;
 
 use super::*;
-use crate::{pods::status::PodStatus, redirect::probers::Rule};
+use crate::{
+    identity::{self, CertSource, Svid},
+    mesh::spiffe::SpiffeId,
+    pods::status::PodStatus,
+    redirect::probers::Rule,
+};
 
 struct Fixture {
     admin: Arc<Admin>,
@@ -9,6 +15,15 @@ struct Fixture {
     _mesh: watch::Sender<Arc<Mesh>>,
     synced: watch::Sender<bool>,
     _logs: Box<dyn std::any::Any>,
+}
+
+/// A source that says nothing.
+struct Nobody;
+
+impl CertSource for Nobody {
+    fn svids(&self, _: &SpiffeId) -> BoxStream<'static, Result<Svid, identity::Error>> {
+        Box::pin(futures_util::stream::pending())
+    }
 }
 
 fn fixture() -> Fixture {
@@ -21,6 +36,7 @@ fn fixture() -> Fixture {
         probers: watch::channel(Some(probers())).1,
         mesh: mesh_view,
         synced: synced_view,
+        identities: Store::new(Arc::new(Nobody)),
         registry: metrics::registry(),
         logs,
         backend: "test",

@@ -14,6 +14,7 @@ use crate::mesh::spiffe::SpiffeId;
 pub mod dev_ca;
 pub mod istio_ca;
 pub mod renew;
+pub mod states;
 pub mod store;
 pub mod tls;
 

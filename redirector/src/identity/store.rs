@@ -11,11 +11,16 @@ use std::{
 
 use futures_util::StreamExt;
 use rustls::{ClientConfig, ServerConfig};
+use rustls_pki_types::CertificateDer;
 use tokio::sync::watch;
 use tokio_util::task::AbortOnDropHandle;
 
-use super::{CertSource, Error, Svid, tls::Credentials};
-use crate::mesh::spiffe::SpiffeId;
+use super::{
+    CertSource, Error, Svid,
+    states::{CertificateView, IdentityState},
+    tls::Credentials,
+};
+use crate::{mesh::spiffe::SpiffeId, telemetry::Chain};
 
 /// How long a connection waits for an identity's first certificate. ztunnel's time for a workload to appear.
 const FIRST_CERTIFICATE_DEADLINE: Duration = Duration::from_secs(5);
@@ -70,6 +75,14 @@ impl Store {
         });
         entries.insert(id.clone(), Arc::downgrade(&entry));
         Held { entry }
+    }
+
+    /// What is known of each identity, in their order.
+    pub fn states(&self) -> Vec<IdentityState> {
+        let entries: Vec<_> = self.entries().values().filter_map(Weak::upgrade).collect();
+        let mut states: Vec<_> = entries.iter().map(|entry| entry.shown()).collect();
+        states.sort_by(|one, other| one.identity.cmp(&other.identity));
+        states
     }
 
     fn entries(&self) -> MutexGuard<'_, HashMap<SpiffeId, Weak<Entry>>> {
@@ -166,6 +179,31 @@ impl Entry {
         })
     }
 
+    fn shown(&self) -> IdentityState {
+        let state = self.state.borrow().clone();
+        let is_over = state
+            .current
+            .as_ref()
+            .is_some_and(|current| self.expired(current));
+        let failure = state.failure.as_ref().map(|error| Chain(&**error).to_string());
+        let failure = failure.or(is_over.then(|| "the certificate has expired".to_owned()));
+        let valid = state.current.filter(|_| !is_over);
+        let is_valid = valid.is_some();
+        let chains = valid.map(|current| (current.credentials.chain().to_vec(), current.roots.clone()));
+        let (chain, roots) = chains.unwrap_or_default();
+        IdentityState {
+            identity: self.id.to_string(),
+            state: match (&failure, is_valid) {
+                (_, true) => "Available".to_owned(),
+                (Some(failure), false) => format!("Unavailable: {failure}"),
+                (None, false) => "Initializing".to_owned(),
+            },
+            renewal_error: failure.filter(|_| is_valid),
+            cert_chain: CertificateView::all(&chain),
+            root_certs: CertificateView::all(&roots),
+        }
+    }
+
     fn expired(&self, current: &Current) -> bool {
         (self.clock)() >= current.not_after
     }
@@ -199,6 +237,7 @@ type Cause = Arc<dyn std::error::Error + Send + Sync>;
 struct Current {
     credentials: Arc<Credentials>,
     server: Arc<ServerConfig>,
+    roots: Vec<CertificateDer<'static>>,
     not_after: SystemTime,
 }
 
@@ -248,6 +287,7 @@ impl Keeper {
         Ok(Current {
             credentials: Arc::new(credentials),
             server,
+            roots: svid.roots.clone(),
             not_after: svid.not_after,
         })
     }

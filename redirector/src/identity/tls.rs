@@ -200,6 +200,11 @@ impl Credentials {
         Ok(())
     }
 
+    /// Leaf, then intermediates.
+    pub(super) fn chain(&self) -> &[CertificateDer<'static>] {
+        &self.key.cert
+    }
+
     fn client_verifier(&self) -> Result<ClientVerifier, Error> {
         let chain =
             WebPkiClientVerifier::builder_with_provider(Arc::clone(&self.roots), Arc::clone(&PROVIDER))

@@ -284,3 +284,46 @@ async fn the_development_ca_s_certificates_are_rotated_through_the_store() {
         before = after;
     }
 }
+
+#[tokio::test(start_paused = true)]
+async fn states_say_what_there_is_and_why_there_is_nothing_newer() {
+    let world = World::new();
+    let answers = world.source.stream();
+    let _held = world.store.hold(&id("web"));
+    let state = || {
+        let states = world.store.states();
+        assert_eq!(states.len(), 1);
+        let one = &states[0];
+        assert_eq!(one.identity, id("web").to_string());
+        (
+            one.state.clone(),
+            one.cert_chain.len(),
+            one.root_certs.len(),
+            one.renewal_error.clone(),
+        )
+    };
+    let settled = || tokio::time::sleep(Duration::from_millis(1));
+    assert_eq!(state(), ("Initializing".into(), 0, 0, None));
+    answers.send(failure("connection refused")).await.unwrap();
+    settled().await;
+    assert_eq!(
+        state(),
+        (
+            "Unavailable: asking the CA: connection refused".into(),
+            0,
+            0,
+            None
+        )
+    );
+    answers.send(Ok(world.ca.svid(&id("web")))).await.unwrap();
+    settled().await;
+    assert_eq!(state(), ("Available".into(), 1, 1, None));
+    answers.send(failure("down")).await.unwrap();
+    settled().await;
+    assert_eq!(
+        state(),
+        ("Available".into(), 1, 1, Some("asking the CA: down".into()))
+    );
+    *world.later.lock().unwrap() = Duration::from_secs(4000);
+    assert_eq!(state(), ("Unavailable: asking the CA: down".into(), 0, 0, None));
+}
