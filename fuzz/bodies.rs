@@ -12,8 +12,8 @@ use redirector::{
     discovery::file,
     mesh::{
         index::Mesh,
-        pod::PodInfo,
-        route::{self, Local},
+        pod::{Home, Local, PodInfo},
+        route,
         spiffe::SpiffeId,
     },
     pods::{wire::Event, zds},
@@ -70,7 +70,13 @@ fn with_pod(act: impl FnOnce(&Mesh, Local<'_>)) {
         };
         (file::parse(MESH, "the fixture").expect("a workload file"), info)
     });
-    act(mesh, Local { info, network: "" });
+    act(
+        mesh,
+        Local {
+            info,
+            home: &Home::default(),
+        },
+    );
 }
 
 /// The authority of a CONNECT: what is let in goes to this pod, and not to the proxy's own ports.

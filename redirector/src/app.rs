@@ -42,7 +42,7 @@ use crate::{
         renew::Renewing,
         store::Store,
     },
-    mesh::index::Mesh,
+    mesh::{index::Mesh, pod::Home},
     pods::{
         PodEvent,
         cni_server::{self, CniServer, ServiceAccounts},
@@ -251,7 +251,7 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
     let (events, receiver) = mpsc::channel(EVENTS);
     let mut lifecycle = tokio::spawn(lifecycle.run(receiver, stopping.clone()));
     let mut sources = JoinSet::new();
-    sources.spawn(pod_source.run(records, events, mesh, stopping.clone()));
+    sources.spawn(pod_source.run(records, events, (mesh, config.home()), stopping.clone()));
     info!(backend, "agent started");
 
     let ended = tokio::select! {
@@ -533,7 +533,7 @@ impl BoundSource {
         self,
         records: Records,
         events: mpsc::Sender<PodEvent>,
-        mesh: watch::Receiver<Arc<Mesh>>,
+        (mesh, home): (watch::Receiver<Arc<Mesh>>, Home),
         stop: CancellationToken,
     ) {
         match self {
@@ -547,7 +547,7 @@ impl BoundSource {
                 }
                 let accounts: ServiceAccounts = Arc::new(move |namespace, name| {
                     mesh.borrow()
-                        .pod(namespace, name)
+                        .pod(namespace, name, &home)
                         .map(|workload| workload.service_account.to_string())
                 });
                 server.run(events, accounts, stop).await;

@@ -14,7 +14,7 @@ use serde::Serialize;
 
 use crate::{
     discovery::xds,
-    mesh::spiffe::SpiffeId,
+    mesh::{pod::Home, spiffe::SpiffeId},
     proxy,
     redirect::{iptables, probers::Sources},
     sys::socket::Keepalive,
@@ -384,10 +384,19 @@ impl Config {
         }
     }
 
+    /// Where this node is.
+    pub fn home(&self) -> Home {
+        Home {
+            network: self.network.clone(),
+            cluster: self.cluster_id.clone(),
+            node: self.node_name.clone(),
+        }
+    }
+
     /// The part of the data path.
     pub fn proxy(&self) -> proxy::Config {
         let mut config = proxy::Config {
-            network: self.network.clone(),
+            home: self.home(),
             ..proxy::Config::default()
         };
         config.pool.max_streams_per_connection = self.pool.max_streams_per_connection.into();

@@ -10,7 +10,7 @@ use equivalent::Equivalent;
 use imbl::HashMap;
 
 use super::{
-    pod::PodInfo,
+    pod::{Home, Local},
     policy::{Policy, PolicyName, PolicySet, Scope},
     service::{CidrVip, Service},
     workload::{NamespacedHostname, Protocol, Workload, canonical},
@@ -119,18 +119,28 @@ impl Mesh {
         self.policies.by_name.len()
     }
 
-    /// The workload of a local pod, by Kubernetes namespace and pod name. Names repeat over clusters: the first one counts.
-    pub fn pod(&self, namespace: &str, name: &str) -> Option<&Arc<Workload>> {
-        self.pods(namespace, name).first()
+    /// The workload of a pod of this node, by Kubernetes namespace and pod name. Names repeat over clusters: the one that is
+    /// nearest home counts.
+    pub fn pod(&self, namespace: &str, name: &str, home: &Home) -> Option<&Arc<Workload>> {
+        let here = self
+            .pods(namespace, name)
+            .iter()
+            .filter(|pod| may_be_at(pod, home));
+        // The first of several minima is taken.
+        here.min_by_key(|pod| (*pod.network != *home.network, *pod.cluster_id != *home.cluster))
     }
 
     /// The workload that a local pod is: by namespace, name and service account, so that a pod which took over another's
-    /// name doesn't take over its identity; of several clusters' pods, the one in `network`.
-    pub fn local(&self, info: &PodInfo, network: &str) -> Option<&Arc<Workload>> {
-        let is_it = |workload: &&Arc<Workload>| {
-            *workload.service_account == *info.service_account && *workload.network == *network
+    /// name doesn't take over its identity; of several clusters' pods, one in this network and on no other node, and rather
+    /// one of this cluster.
+    pub fn local(&self, Local { info, home }: Local<'_>) -> Option<&Arc<Workload>> {
+        let is_it = |pod: &&Arc<Workload>| {
+            *pod.service_account == *info.service_account
+                && *pod.network == *home.network
+                && may_be_at(pod, home)
         };
-        self.pods(&info.namespace, &info.name).iter().find(is_it)
+        let pods = self.pods(&info.namespace, &info.name).iter().filter(is_it);
+        pods.min_by_key(|pod| *pod.cluster_id != *home.cluster)
     }
 
     /// The workload at an address; of several, a pod with HBONE is preferred, then any pod, then any with HBONE. Workloads
@@ -209,6 +219,11 @@ impl Network {
             self.by_range.get(&(first, *prefix_len)).map(Bucket::as_slice)
         })
     }
+}
+
+/// Whether a workload is on this node, as far as both say where they are.
+fn may_be_at(workload: &Workload, home: &Home) -> bool {
+    workload.node.is_empty() || home.node.is_empty() || *workload.node == *home.node
 }
 
 /// What an address stands for when several workloads have it: a pod's own entry rather than another object's.

@@ -71,6 +71,26 @@ pub struct PodInfo {
     pub service_account: String,
 }
 
+/// Where this node is: what tells its pods from others of the same names, which the mesh may hold too.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Home {
+    /// Its network; empty is the default one.
+    pub network: String,
+    /// Its Kubernetes cluster; empty when that is not known.
+    pub cluster: String,
+    /// Its name; empty when that is not known.
+    pub node: String,
+}
+
+/// The local pod that a decision is for.
+#[derive(Debug, Clone, Copy)]
+pub struct Local<'a> {
+    /// Who it is.
+    pub info: &'a PodInfo,
+    /// Where it is.
+    pub home: &'a Home,
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

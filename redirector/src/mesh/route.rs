@@ -19,7 +19,7 @@ use self::gateway::{Chosen, Found};
 use super::{
     balance::{self, Endpoint, Purpose},
     index::Mesh,
-    pod::PodInfo,
+    pod::Local,
     service::{LoadBalancerMode, Service},
     spiffe::SpiffeId,
     workload::{ApplicationTunnel, GatewayAddress, Protocol, Workload, canonical},
@@ -33,15 +33,6 @@ pub use self::{
     inbound::{Refusal, Upstream, inbound},
     refused::NoRoute,
 };
-
-/// The local pod that a decision is for.
-#[derive(Debug, Clone, Copy)]
-pub struct Local<'a> {
-    /// Who it is.
-    pub info: &'a PodInfo,
-    /// Its network.
-    pub network: &'a str,
-}
 
 /// Where an outbound connection goes.
 #[derive(Debug, Clone)]
@@ -128,17 +119,16 @@ pub fn outbound(
     if destination.ip().is_loopback() && PROXY_PORTS.contains(&destination.port()) {
         return Err(NoRoute::ProxyPort(destination));
     }
-    let source = mesh
-        .local(local.info, local.network)
-        .ok_or_else(|| NoRoute::UnknownSource {
-            namespace: local.info.namespace.clone(),
-            name: local.info.name.clone(),
-            service_account: local.info.service_account.clone(),
-            network: local.network.to_owned(),
-        })?;
+    let network = local.home.network.as_str();
+    let source = mesh.local(local).ok_or_else(|| NoRoute::UnknownSource {
+        namespace: local.info.namespace.clone(),
+        name: local.info.name.clone(),
+        service_account: local.info.service_account.clone(),
+        network: network.to_owned(),
+    })?;
     let caller = Caller { mesh, source, client };
-    let workload_at = || mesh.workload_at(local.network, destination.ip());
-    if let Some(service) = mesh.service_at(local.network, destination.ip(), &local.info.namespace) {
+    let workload_at = || mesh.workload_at(network, destination.ip());
+    if let Some(service) = mesh.service_at(network, destination.ip(), &local.info.namespace) {
         if let Some(waypoint) = drawn_waypoint(service, choose)? {
             // Behind the waypoint the address is the workload's.
             let is_behind = workload_at().is_some() && gateway::is_caller(&caller, waypoint);
@@ -346,9 +336,7 @@ fn expected(workload: &Workload, service: Option<&Arc<Service>>) -> Result<Arc<[
 /// Whether plaintext that came to `destination` may pass to the application of `local`: not to one of the proxy's ports, and not to
 /// the port of an application tunnel whose connections begin with a word on who calls: anybody could write that.
 pub fn passthrough_allowed(mesh: &Mesh, local: Local<'_>, destination: SocketAddr) -> bool {
-    let tunnel = mesh
-        .local(local.info, local.network)
-        .and_then(|workload| workload.application_tunnel);
+    let tunnel = mesh.local(local).and_then(|workload| workload.application_tunnel);
     let is_tunnel = |tunnel: ApplicationTunnel| {
         tunnel.proxy_protocol && tunnel.port.is_some_and(|port| port == destination.port())
     };

@@ -7,7 +7,10 @@ use tracing::warn;
 
 use super::Error;
 use crate::{
-    mesh::{pod::PodInfo, spiffe::SpiffeId},
+    mesh::{
+        pod::{Local, PodInfo},
+        spiffe::SpiffeId,
+    },
     proxy::{PodContext, PodProxy, Shared},
     redirect::Listeners,
     sys::{
@@ -64,8 +67,8 @@ impl PodProxies {
 
     /// A pod that the mesh does not know is captured all the same: its connections are refused, and not sent in plain.
     fn warn_if_unknown(&self, info: &PodInfo) {
-        let network = &self.shared.config.network;
-        if self.shared.mesh.borrow().local(info, network).is_none() {
+        let mesh = Arc::clone(&self.shared.mesh.borrow());
+        if mesh.local(self.local(info)).is_none() {
             warn!(
                 uid = %info.uid, name = info.name, namespace = info.namespace, service_account = info.service_account,
                 "the mesh has no workload of this name, namespace and service account: the pod's connections are refused \
@@ -74,10 +77,19 @@ impl PodProxies {
         }
     }
 
+    fn local<'a>(&'a self, info: &'a PodInfo) -> Local<'a> {
+        Local {
+            info,
+            home: &self.shared.config.home,
+        }
+    }
+
     /// Namespace and service account are the event's; the trust domain is the mesh's.
     fn identity(&self, info: &PodInfo) -> Result<SpiffeId, Error> {
         let mesh = Arc::clone(&self.shared.mesh.borrow());
-        let workload = mesh.pod(&info.namespace, &info.name);
+        let home = &self.shared.config.home;
+        let workload = mesh.local(self.local(info));
+        let workload = workload.or_else(|| mesh.pod(&info.namespace, &info.name, home));
         let trust_domain = workload.map_or(self.trust_domain.as_str(), |workload| &workload.trust_domain);
         SpiffeId::new(trust_domain, &info.namespace, &info.service_account).map_err(|source| {
             Error::Identity {

@@ -21,7 +21,7 @@ use tokio::sync::watch;
 
 use crate::mesh::{
     index::Mesh,
-    pod::PodInfo,
+    pod::{Home, Local, PodInfo},
     policy::{self, Connection, Denial, PolicyName, PolicySet},
     spiffe::SpiffeId,
 };
@@ -75,7 +75,7 @@ impl Flow {
 #[derive(Debug)]
 pub(super) struct Connections {
     info: PodInfo,
-    network: String,
+    home: Home,
     mesh: watch::Receiver<Arc<Mesh>>,
     table: Mutex<Table>,
 }
@@ -120,8 +120,8 @@ pub(super) struct Admitted {
 }
 
 impl Connections {
-    /// Of the pod that `info` tells of, in `network`; none are open.
-    pub(super) fn new(info: PodInfo, network: String, mesh: watch::Receiver<Arc<Mesh>>) -> Self {
+    /// Of the pod that `info` tells of, on the node at `home`; none are open.
+    pub(super) fn new(info: PodInfo, home: Home, mesh: watch::Receiver<Arc<Mesh>>) -> Self {
         let now = mesh.borrow().clone();
         let mut table = Table {
             mesh: Arc::default(),
@@ -132,10 +132,16 @@ impl Connections {
             open: HashMap::new(),
             next: 0,
         };
-        table.update(now, &info, &network);
+        table.update(
+            now,
+            Local {
+                info: &info,
+                home: &home,
+            },
+        );
         Self {
             info,
-            network,
+            home,
             mesh,
             table: Mutex::new(table),
         }
@@ -228,7 +234,11 @@ impl Connections {
         // Looked at within the lock, so that nobody goes back to an older one.
         let mesh = self.mesh.borrow().clone();
         if !Arc::ptr_eq(&mesh, &table.mesh) {
-            table.update(mesh, &self.info, &self.network);
+            let local = Local {
+                info: &self.info,
+                home: &self.home,
+            };
+            table.update(mesh, local);
         }
         table
     }
@@ -239,8 +249,8 @@ impl Connections {
 }
 
 impl Table {
-    fn update(&mut self, mesh: Arc<Mesh>, info: &PodInfo, network: &str) {
-        let workload = mesh.local(info, network);
+    fn update(&mut self, mesh: Arc<Mesh>, local: Local<'_>) {
+        let workload = mesh.local(local);
         self.is_known = workload.is_some();
         let names = workload.map(|workload| &*workload.authorization_policies);
         let same_names = names.is_none_or(|names| *names == *self.selected);
@@ -252,7 +262,7 @@ impl Table {
         if let Some(names) = names {
             self.selected = names.to_vec();
         }
-        let policies = mesh.policies_for(&info.namespace, &self.selected);
+        let policies = mesh.policies_for(&local.info.namespace, &self.selected);
         if policies != *self.policies {
             self.policies = Arc::new(policies);
             self.number += 1;

@@ -243,7 +243,7 @@ pub(super) async fn introduce(
 
 /// Who calls, as far as that can be told. On another network addresses mean something else, and its own word is all there is.
 fn source(mesh: &Mesh, config: &Config, tunnel: &Tunnel, headers: &HeaderMap) -> Party {
-    let network = &config.network;
+    let network = &config.home.network;
     let is_foreign = headers
         .get(FORWARDED_NETWORK)
         .is_some_and(|other| other.as_bytes() != network.as_bytes());

@@ -42,7 +42,10 @@ use self::{
 };
 use crate::{
     identity::store::{Held, Store},
-    mesh::{index::Mesh, pod::PodInfo, route::Local},
+    mesh::{
+        index::Mesh,
+        pod::{Home, Local, PodInfo},
+    },
     redirect::{Listeners, Redirector},
     sys::{
         netns::Netns,
@@ -83,8 +86,8 @@ const FORWARDED_NETWORK: &str = "x-forwarded-network";
 /// Settings of the data path.
 #[derive(Debug, Clone)]
 pub struct Config {
-    /// The network that this node is in; empty is the default one.
-    pub network: String,
+    /// Where this node is.
+    pub home: Home,
     /// Whether the listeners take IPv6.
     pub ipv6: bool,
     /// Time in which a connection to another pod or to the application must stand.
@@ -119,7 +122,7 @@ pub struct Config {
 impl Default for Config {
     fn default() -> Self {
         Self {
-            network: String::new(),
+            home: Home::default(),
             ipv6: true,
             connect_deadline: Duration::from_secs(10),
             handshake_deadline: Duration::from_secs(10),
@@ -316,7 +319,7 @@ impl Pod {
             tunnels.clone(),
             kill.clone(),
         );
-        let connections = Connections::new(info.clone(), shared.config.network.clone(), shared.mesh.clone());
+        let connections = Connections::new(info.clone(), shared.config.home.clone(), shared.mesh.clone());
         let connections = Arc::new(connections);
         tunnels.spawn(
             kill.clone()
@@ -354,7 +357,7 @@ impl Pod {
     fn local(&self) -> Local<'_> {
         Local {
             info: &self.info,
-            network: &self.shared.config.network,
+            home: &self.shared.config.home,
         }
     }
 

@@ -224,7 +224,7 @@ async fn within(
         let config = client_config(pod, expected, tunnel).await?;
         let dialled = handshake(pod, config, StreamIo::new(outer), tunnel).await?;
         // A name that no header can hold leaves it out: then the source is looked up by its address, in vain.
-        if let Ok(network) = HeaderValue::try_from(&pod.shared.config.network) {
+        if let Ok(network) = HeaderValue::try_from(&pod.shared.config.home.network) {
             request.headers_mut().insert(FORWARDED_NETWORK, network);
         }
         pod.pool.open_alone(tunnel, request, dialled).await

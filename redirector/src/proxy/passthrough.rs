@@ -69,7 +69,7 @@ async fn open(
     }
     record.source = pod
         .mesh()
-        .workload_at(&pod.shared.config.network, peer.ip())
+        .workload_at(&pod.shared.config.home.network, peer.ip())
         .map(|workload| workload.as_ref().into())
         .unwrap_or_default();
     record.destination = pod.party.clone();

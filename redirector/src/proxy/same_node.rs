@@ -223,7 +223,7 @@ fn direct(route: &HboneRoute) -> Option<SocketAddr> {
 fn is_pod_of(pod: &Pod, workload: &Workload) -> bool {
     let info = &pod.info;
     !workload.host_network
-        && *workload.network == *pod.shared.config.network
+        && *workload.network == *pod.shared.config.home.network
         && *workload.name == *info.name
         && *workload.namespace == *info.namespace
         && *workload.service_account == *info.service_account

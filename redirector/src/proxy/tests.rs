@@ -30,6 +30,7 @@ use super::{
 };
 use crate::mesh::{
     index::Mesh,
+    pod::Home,
     policy::{Action, Policy, Scope},
     testing::{info, policy_name, with_policies},
     workload::WorkloadUid,
@@ -149,7 +150,7 @@ impl Path {
         }));
 
         let (metrics, kill) = (path.metrics.clone(), path.kill.clone());
-        let connections = Connections::new(info("exit"), String::new(), path.mesh.subscribe());
+        let connections = Connections::new(info("exit"), Home::default(), path.mesh.subscribe());
         let connections = Arc::new(connections);
         tokio::spawn(
             kill.clone()

@@ -5,8 +5,8 @@ use proptest::prelude::*;
 use super::*;
 use crate::discovery::state::State;
 use crate::mesh::{
-    pod::PodInfo,
-    route::{Local, Route, outbound},
+    pod::{Home, Local, PodInfo},
+    route::{Route, outbound},
     service::{IpFamilies, LoadBalancerMode, Scope},
     workload::{ApplicationTunnel, GatewayDestination, Protocol},
 };
@@ -76,7 +76,7 @@ fn error(text: &str) -> String {
 fn every_key_arrives() {
     let mesh = parse(FULL, "mesh.yaml").unwrap();
     assert_eq!(mesh.len(), (2, 1));
-    let cart = mesh.pod("shop", "cart-0").unwrap();
+    let cart = mesh.pod("shop", "cart-0", &Home::default()).unwrap();
     assert_eq!(
         cart.addresses,
         ["10.0.0.1", "10.0.0.2", "fd00::1"].map(crate::mesh::testing::ip)
@@ -98,7 +98,7 @@ fn every_key_arrives() {
         ("r", "z", "s")
     );
     assert!(mesh.workload_at("", "10.0.0.2".parse().unwrap()).is_some());
-    let web = mesh.pod("shop", "web-0").unwrap();
+    let web = mesh.pod("shop", "web-0", &Home::default()).unwrap();
     assert_eq!(&*web.uid.0, "Kubernetes//Pod/shop/web-0");
     assert_eq!((web.protocol, web.healthy), (Protocol::Tcp, false));
     assert_eq!(
@@ -172,7 +172,7 @@ fn a_file_gives_routes() {
         &mesh,
         Local {
             info: &info,
-            network: "",
+            home: &Home::default(),
         },
         client,
         to,
@@ -326,7 +326,7 @@ fn with_capacity(capacity: u32) -> String {
 }
 
 fn capacity(mesh: &Mesh) -> u32 {
-    mesh.pod("shop", "cart-0").unwrap().capacity
+    mesh.pod("shop", "cart-0", &Home::default()).unwrap().capacity
 }
 
 /// Looks until the file stands still: what a writer that is done may expect of three seconds.

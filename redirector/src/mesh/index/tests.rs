@@ -4,7 +4,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::mesh::{
     policy::Action,
-    testing::{host, ip, policy_name, service, with_policies, workload},
+    testing::{host, info, ip, policy_name, service, with_policies, workload},
     workload::{NetworkAddress, WorkloadUid},
 };
 
@@ -52,7 +52,7 @@ fn host_network_workloads_are_not_found_by_address() {
     host.host_network = true;
     let mesh = Mesh::new(vec![host], vec![]);
     assert_eq!(mesh.workload_at("", ip("192.0.2.1")), None);
-    assert!(mesh.pod("shop", "kubelet").is_some());
+    assert!(mesh.pod("shop", "kubelet", &Home::default()).is_some());
 }
 
 #[test]
@@ -248,14 +248,57 @@ fn exact_names_are_looked_up_in_their_namespace() {
     assert_eq!(mesh.workload_named(&host("shop", "")), None);
 }
 
+/// Namesakes of the pod `web`: name, then network, node, cluster and service account.
+fn namesakes(all: &[(&str, [&str; 4])]) -> Mesh {
+    let make = |(uid, [network, node, cluster, account]): &(&str, [&str; 4])| {
+        let mut made = workload("web", "10.0.0.1");
+        made.uid = WorkloadUid((*uid).into());
+        made.network = (*network).into();
+        made.node = (*node).into();
+        made.cluster_id = (*cluster).into();
+        made.service_account = (*account).into();
+        made
+    };
+    Mesh::new(all.iter().map(make).collect(), vec![])
+}
+
 #[test]
-fn a_local_pod_is_known_by_its_service_account_too() {
-    let mesh = Mesh::new(vec![workload("web", "10.0.0.1")], vec![]);
-    let mut info = crate::mesh::testing::info("web");
-    assert!(mesh.local(&info, "").is_some());
-    assert!(mesh.local(&info, "far").is_none());
-    info.service_account = "other".into();
-    assert!(mesh.local(&info, "").is_none());
+fn a_local_pod_is_the_one_of_its_account_on_this_network_and_node_and_rather_of_this_cluster() {
+    let info = info("web");
+    let at = |network: &str, node: &str, cluster: &str| Home {
+        network: network.into(),
+        node: node.into(),
+        cluster: cluster.into(),
+    };
+    let all = [
+        ("thief", ["", "n1", "east", "thief"]),
+        ("west", ["", "n1", "west", "web"]),
+        ("east", ["", "n1", "east", "web"]),
+        ("moved", ["", "n2", "east", "web"]),
+        ("far", ["far", "n1", "east", "web"]),
+        ("untold", ["dim", "", "", "web"]),
+    ];
+    for (home, local, pod) in [
+        (at("", "n1", "east"), Some("east"), Some("thief")),
+        (at("", "n1", "west"), Some("west"), Some("west")),
+        // None of this cluster: one of another that nothing else speaks against.
+        (at("", "n1", "north"), Some("west"), Some("thief")),
+        (at("", "n2", "west"), Some("moved"), Some("moved")),
+        (at("", "n3", "east"), None, Some("untold")),
+        (at("far", "n1", "east"), Some("far"), Some("far")),
+        (at("dim", "n3", "east"), Some("untold"), Some("untold")),
+        (at("else", "n1", "east"), None, Some("thief")),
+        (Home::default(), Some("west"), Some("thief")),
+    ] {
+        let mesh = namesakes(&all);
+        let uid = |found: Option<&Arc<Workload>>| found.map(|one| one.uid.to_string());
+        let asked = Local {
+            info: &info,
+            home: &home,
+        };
+        assert_eq!(uid(mesh.local(asked)).as_deref(), local, "{home:?}");
+        assert_eq!(uid(mesh.pod("shop", "web", &home)).as_deref(), pod, "{home:?}");
+    }
 }
 
 /// Each way in which a value can change what is found: few names and addresses, so that they meet.

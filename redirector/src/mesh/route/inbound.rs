@@ -7,7 +7,7 @@ use std::{
 
 use redirector_common::consts::PROXY_PORTS;
 
-use super::Local;
+use crate::mesh::pod::Local;
 use crate::mesh::{
     balance,
     index::Mesh,
@@ -105,14 +105,12 @@ pub fn inbound(
     let received_on = canonical(received_on);
     let authority = Authority::parse(authority)
         .ok_or_else(|| Refusal::BadAuthority(authority.chars().take(MAX_HOSTNAME).collect()))?;
-    let workload = mesh
-        .local(local.info, local.network)
-        .ok_or_else(|| Refusal::UnknownWorkload {
-            namespace: local.info.namespace.clone(),
-            name: local.info.name.clone(),
-            service_account: local.info.service_account.clone(),
-            network: local.network.to_owned(),
-        })?;
+    let workload = mesh.local(local).ok_or_else(|| Refusal::UnknownWorkload {
+        namespace: local.info.namespace.clone(),
+        name: local.info.name.clone(),
+        service_account: local.info.service_account.clone(),
+        network: local.home.network.clone(),
+    })?;
     let tunnel = workload.application_tunnel;
     let tunnel_port = tunnel.and_then(|tunnel| tunnel.port);
     let named = tunnel.is_some_and(|tunnel| tunnel.proxy_protocol);
@@ -139,7 +137,7 @@ pub fn inbound(
                 port,
             })?;
             let vip = || {
-                let vip = vip(service, local.network).map(|vip| SocketAddr::new(vip, port));
+                let vip = vip(service, &local.home.network).map(|vip| SocketAddr::new(vip, port));
                 vip.ok_or_else(|| Refusal::NoVip(service.host.to_string()))
             };
             (target, named.then(vip).transpose()?)
@@ -186,10 +184,10 @@ fn is_waypoint_of(
             }
         }
     };
-    let at = mesh.workload_at(local.network, address);
+    let at = mesh.workload_at(&local.home.network, address);
     at.and_then(|at| at.waypoint.as_ref()).is_some_and(is_here)
         || mesh
-            .services_at(local.network, address)
+            .services_at(&local.home.network, address)
             .any(|service| service.waypoints().any(is_here))
 }
 

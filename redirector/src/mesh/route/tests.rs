@@ -3,6 +3,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::mesh::{
+    pod::Home,
     testing::{host, id, info, ip, service, workload},
     workload::{GatewayDestination, NetworkAddress},
 };
@@ -67,7 +68,7 @@ impl World {
         let info = info("web");
         let local = Local {
             info: &info,
-            network: "",
+            home: &Home::default(),
         };
         let client = ip("10.0.0.9");
         outbound(
@@ -85,7 +86,7 @@ impl World {
             &self.mesh(),
             Local {
                 info: &info,
-                network: "",
+                home: &Home::default(),
             },
             ip("10.0.0.1"),
             authority,
@@ -274,7 +275,7 @@ fn plaintext_does_not_pass_to_the_proxy_s_ports_nor_to_a_tunnel_that_believes_it
         let mesh = Mesh::new(vec![web], vec![]);
         let local = Local {
             info: &info,
-            network: "",
+            home: &Home::default(),
         };
         let destination = destination.parse().unwrap();
         assert_eq!(
@@ -338,8 +339,8 @@ proptest! {
         let mesh = Mesh::new(workloads, vec![service.clone()]);
         let destination = SocketAddr::new(ip(&format!("10.0.0.{address}")), port);
         let info = info("w0");
-        let local = Local { info: &info, network: "" };
-        let source = mesh.local(&info, "").cloned();
+        let local = Local { info: &info, home: &Home::default() };
+        let source = mesh.local(local).cloned();
         let client = source.as_ref().map_or(ip("10.0.0.9"), |source| source.addresses[0]);
         let route = outbound(&mesh, local, client, destination, &mut |total| number % total);
         let to_service = service.vips[0].address == destination.ip();
@@ -383,7 +384,7 @@ proptest! {
                     (None, false) => prop_assert!(at.is_none() && route.target == destination),
                 }
             }
-            Err(NoRoute::UnknownSource { .. }) => prop_assert!(mesh.local(&info, "").is_none()),
+            Err(NoRoute::UnknownSource { .. }) => prop_assert!(mesh.local(local).is_none()),
             Err(NoRoute::ProxyPort(target)) => prop_assert!([15001, 15006].contains(&target.port())),
             // Only what the mesh knows is refused for another reason.
             Err(_) => prop_assert!(to_service || at.is_some()),

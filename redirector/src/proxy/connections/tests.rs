@@ -81,7 +81,7 @@ struct Followed {
 impl Followed {
     fn new(first: Arc<Mesh>) -> Self {
         let (mesh, receiver) = watch::channel(first);
-        let connections = Arc::new(Connections::new(info("web"), String::new(), receiver));
+        let connections = Arc::new(Connections::new(info("web"), Home::default(), receiver));
         let task = tokio::spawn(connections.clone().follow());
         Self {
             mesh,

@@ -2,6 +2,7 @@ use std::{fs, net::SocketAddr, sync::Arc};
 
 use super::super::parse;
 use crate::mesh::{
+    pod::Home,
     policy::{Action, Connection, Match, Policy, PolicySet, Scope, ServiceAccount, StringMatch},
     testing::policy_name,
 };
@@ -47,7 +48,7 @@ policies:
 fn policies_arrive() {
     let mesh = parse(FULL, "mesh.yaml").unwrap();
     assert_eq!(mesh.policies(), 3);
-    let cart = mesh.pod("shop", "cart-0").unwrap();
+    let cart = mesh.pod("shop", "cart-0", &Home::default()).unwrap();
     assert_eq!(cart.authorization_policies, [policy_name("shop", "no-admin")]);
 
     let policy = |name: &str, scope, action, dry_run, rules| {
@@ -124,7 +125,7 @@ fn the_documentation_s_example_is_a_file() {
         .and_then(|rest| rest.split("```").next());
     let mesh = parse(example.unwrap(), "mesh.yaml").unwrap();
     assert_eq!(mesh.policies(), 3);
-    let cart = mesh.pod("shop", "cart-0").unwrap();
+    let cart = mesh.pod("shop", "cart-0", &Home::default()).unwrap();
     let policies = mesh.policies_for("shop", &cart.authorization_policies);
     let to: SocketAddr = "10.0.0.1:80".parse().unwrap();
     let from = |identity: Option<&str>, port| {
@@ -150,7 +151,7 @@ fn the_documentation_s_example_is_a_file() {
 fn a_policy_that_is_not_there_is_passed_over() {
     let text = FULL.replace("[shop/no-admin]", "[shop/other]");
     let mesh = parse(&text, "mesh.yaml").unwrap();
-    let cart = mesh.pod("shop", "cart-0").unwrap();
+    let cart = mesh.pod("shop", "cart-0", &Home::default()).unwrap();
     assert_eq!(cart.authorization_policies, [policy_name("shop", "other")]);
     assert_eq!(
         mesh.policies_for("shop", &cart.authorization_policies),

@@ -209,7 +209,7 @@ fn weighted_waypoints_are_drawn_by_weight_before_the_one_without() {
         let info = info("web");
         let local = Local {
             info: &info,
-            network: "",
+            home: &Home::default(),
         };
         let to = "10.96.0.1:80".parse().unwrap();
         outbound(&world.mesh(), local, ip("10.0.0.9"), to, &mut |_| number)
