@@ -3,7 +3,7 @@
 //! Sources hand in changes and wait until they are visible; readers have snapshots, and wait for nobody. What the workload file
 //! holds counts before what the control plane says under the same key, and the other comes back when the file gives the key up.
 
-use std::{mem, sync::Arc};
+use std::{mem, sync::Arc, time::Duration};
 
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
@@ -19,12 +19,19 @@ const CHANGES: usize = 4;
 /// More updates than these at once are applied where they hold up no other task: some 10 ms of work.
 const MANY: usize = 1024;
 
+/// How many old snapshots are kept at most for readers who hold on to them; the oldest is left to its readers then.
+const OUTDATED: usize = 64;
+
+/// How soon an old snapshot goes when no change comes after it.
+const SWEEP_INTERVAL: Duration = Duration::from_secs(1);
+
 /// The owner of the mesh.
 #[derive(Debug)]
 pub struct State {
     changes: mpsc::Receiver<(Change, oneshot::Sender<()>)>,
     published: watch::Sender<Arc<Mesh>>,
     layers: Layers,
+    replaced: Replaced,
 }
 
 /// Hands in changes.
@@ -78,6 +85,7 @@ impl State {
             changes,
             published,
             layers,
+            replaced: Replaced::default(),
         };
         (state, Handle(sender), readers)
     }
@@ -88,6 +96,10 @@ impl State {
             let (change, done) = tokio::select! {
                 () = stop.cancelled() => return,
                 Some(next) = self.changes.recv() => next,
+                () = tokio::time::sleep(SWEEP_INTERVAL), if !self.replaced.0.is_empty() => {
+                    self.replaced.sweep().await;
+                    continue;
+                }
             };
             let is_small = matches!(&change, Change::Updates(updates) if updates.len() <= MANY);
             if is_small {
@@ -106,10 +118,43 @@ impl State {
                     }
                 }
             }
-            // The one before is dropped here, outside the lock of the channel, and without what is still in use.
-            drop(self.published.send_replace(Arc::new(self.layers.mesh.clone())));
+            let before = self.published.send_replace(Arc::new(self.layers.mesh.clone()));
             // Whoever gave up waiting has still changed the mesh.
             let _ = done.send(());
+            self.replaced.0.push(Outdated {
+                snapshot: before,
+                is_small,
+            });
+            self.replaced.sweep().await;
+        }
+    }
+}
+
+/// Snapshots that readers may still have. The last to have one pays for its end, and that must not be a connection: after a
+/// large change it is many milliseconds of work.
+#[derive(Debug, Default)]
+struct Replaced(Vec<Outdated>);
+
+#[derive(Debug)]
+struct Outdated {
+    snapshot: Arc<Mesh>,
+    /// Little is in it alone.
+    is_small: bool,
+}
+
+impl Replaced {
+    /// Drops what no reader has: of that which is large, where it holds up no other task.
+    async fn sweep(&mut self) {
+        // Nobody else can have it again: there is nobody to have it from.
+        let is_unused = |one: &mut Outdated| Arc::strong_count(&one.snapshot) == 1;
+        let excess = self.0.len().saturating_sub(OUTDATED);
+        let mut unused: Vec<_> = self.0.drain(..excess).collect();
+        unused.extend(self.0.extract_if(.., is_unused));
+        if unused.iter().all(|one| one.is_small) {
+            return;
+        }
+        if let Err(error) = tokio::task::spawn_blocking(move || drop(unused)).await {
+            tracing::error!(%error, "an old snapshot of the mesh was not dropped");
         }
     }
 }

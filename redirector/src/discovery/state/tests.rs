@@ -186,6 +186,54 @@ async fn readers_and_other_tasks_go_on_while_very_many_workloads_come() {
     assert_eq!(world.at("10.1.134.159").as_deref(), Some("w99999"));
 }
 
+#[tokio::test]
+async fn an_old_snapshot_ends_with_the_owner_and_not_with_its_last_reader() {
+    let world = World::new(None);
+    let several = |prefix: &str| {
+        let number = u16::try_from(MANY).unwrap() + 1;
+        let make = |n: u16| workload_update(&format!("{prefix}{n}"), &format!("10.0.{}.{}", n >> 8, n & 255));
+        (0..number).map(make).collect::<Vec<_>>()
+    };
+    for large in [false, true] {
+        world.apply(vec![workload_update("a", "10.0.0.1")]).await.unwrap();
+        let held = world.readers.borrow().clone();
+        let old = Arc::downgrade(&held);
+        let change = if large {
+            several("b")
+        } else {
+            vec![workload_update("b", "10.0.0.2")]
+        };
+        world.apply(change).await.unwrap();
+        // The reader's, and the owner's.
+        assert_eq!(old.strong_count(), 2, "large: {large}");
+        drop(held);
+        let gone = async {
+            while old.strong_count() > 0 {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+        };
+        timeout(DEADLINE, gone)
+            .await
+            .expect("nobody has it, and it is still there");
+    }
+}
+
+#[tokio::test]
+async fn of_old_snapshots_that_readers_hold_on_to_a_bounded_number_is_kept() {
+    let world = World::new(None);
+    let mut held = Vec::new();
+    for number in 0..2 * OUTDATED {
+        held.push(world.readers.borrow().clone());
+        world
+            .apply(vec![workload_update("a", &format!("10.0.0.{number}"))])
+            .await
+            .unwrap();
+    }
+    let with_owner = held.iter().filter(|one| Arc::strong_count(one) > 1).count();
+    // One more may be on its way, since a change is answered before.
+    assert!((OUTDATED..=OUTDATED + 1).contains(&with_owner), "{with_owner}");
+}
+
 #[derive(Debug, Clone)]
 enum Step {
     Plane(Update),
