@@ -32,10 +32,11 @@ pub enum Token {
 pub struct InvalidHeader(String);
 
 impl Token {
-    /// A path, if there is such a file; else the token.
+    /// A path, if there is such a file or if no token looks like that; else the token.
     pub fn from_setting(text: &str) -> Self {
         let path = PathBuf::from(text);
-        match path.exists() {
+        let is_path = text.starts_with(['/', '.']);
+        match is_path || path.exists() {
             true => Self::File(path),
             false => Self::Literal(text.to_owned()),
         }

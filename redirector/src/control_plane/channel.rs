@@ -28,6 +28,9 @@ const TCP_KEEPALIVE: (Duration, Duration, u32) = (Duration::from_secs(300), Dura
 /// Time between pings of HTTP/2, and how long the answer may take: a server that is gone without a word is noticed by them.
 const PING: (Duration, Duration) = (Duration::from_secs(30), Duration::from_secs(10));
 
+/// What may be under way in one answer, and on the connection, in bytes: a whole mesh is tens of megabytes.
+const WINDOWS: (u32, u32) = (4 << 20, 8 << 20);
+
 /// A connection to a control plane, made when it is first used. Clones share it.
 #[derive(Debug, Clone)]
 pub struct Channel {
@@ -93,6 +96,8 @@ impl Config {
         let endpoint = |uri: &Uri| {
             transport::Endpoint::from(uri.clone())
                 .connect_timeout(CONNECT_DEADLINE)
+                .initial_stream_window_size(WINDOWS.0)
+                .initial_connection_window_size(WINDOWS.1)
                 .http2_keep_alive_interval(PING.0)
                 .keep_alive_timeout(PING.1)
                 .keep_alive_while_idle(true)

@@ -254,6 +254,22 @@ async fn each_request_shows_the_token_of_its_time() {
 }
 
 #[test]
+fn a_path_is_no_token_even_if_nothing_is_there() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("token");
+    fs::write(&file, "x").unwrap();
+    let there = file.to_str().unwrap();
+    for (text, token) in [
+        (there, Token::File(there.into())),
+        ("/not/there", Token::File("/not/there".into())),
+        ("./var/token", Token::File("./var/token".into())),
+        ("eyJhbGciOi.J9.x", Token::Literal("eyJhbGciOi.J9.x".into())),
+    ] {
+        assert!(Token::from_setting(text) == token, "{text}");
+    }
+}
+
+#[test]
 fn nothing_secret_is_shown() {
     let mut auth = Auth {
         token: Some(Token::Literal("secret".into())),

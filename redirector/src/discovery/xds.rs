@@ -42,7 +42,7 @@ const MAX_MESSAGE: usize = 200 << 20;
 /// First and longest wait before the next connection.
 const BACKOFF: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(15));
 
-/// Time until a server must have begun to answer. A large control plane may have much to gather for its first response.
+/// Time until a server must have begun to answer, or to read. A large control plane may have much to gather for its first response.
 const FIRST_ANSWER: Duration = Duration::from_secs(60);
 
 /// Answers that wait to be sent; there is one for each response, and responses are taken one by one.
@@ -184,8 +184,11 @@ impl Client {
             if session.is_synced() && !self.synced.send_replace(true) {
                 tracing::info!("the control plane's first state is complete");
             }
-            if requests.send(answer).await.is_err() {
-                return End::Complete;
+            // A server that reads no answers would be waited for without an end.
+            match timeout(FIRST_ANSWER, requests.send(answer)).await {
+                Ok(Ok(())) => {}
+                Ok(Err(_)) => return End::Complete,
+                Err(_) => return End::Silent,
             }
         }
     }
