@@ -9,7 +9,7 @@ use std::{
 use http::{HeaderMap, HeaderValue};
 
 use redirector::{
-    discovery::file,
+    discovery::{file, proto},
     mesh::{
         index::Mesh,
         pod::{Home, Local, PodInfo},
@@ -40,6 +40,7 @@ pub(crate) const TARGETS: &[Target] = &[
     ("spiffe", spiffe),
     ("baggage", baggage),
     ("proxy_header", proxy_header),
+    ("xds", xds),
 ];
 
 /// Runs the target of this name.
@@ -234,5 +235,22 @@ fn proxy_header(bytes: &[u8]) {
             (0xd0, tlv.len() - 3)
         );
         assert_eq!(&tlv[3..], identity.to_string().as_bytes());
+    }
+}
+
+/// A resource of the control plane; its first byte says of which kind. What is understood can be put into a mesh and taken out again.
+fn xds(bytes: &[u8]) {
+    let Some((kind, bytes)) = bytes.split_first() else {
+        return;
+    };
+    let (update, problem) = proto::read(kind % 2 == 1, bytes);
+    assert!(update.is_some() || problem.is_some_and(|text| text.len() < 16 * bytes.len() + 1024));
+    if let Some(update) = update {
+        let mut mesh = Mesh::default();
+        mesh.apply(update);
+        let keys: Vec<_> = mesh.keys().collect();
+        assert_eq!(keys.len(), 1);
+        mesh.apply(keys[0].removal());
+        assert_eq!((mesh.len(), mesh.policies()), ((0, 0), 0), "{keys:?}");
     }
 }

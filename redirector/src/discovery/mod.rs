@@ -6,7 +6,7 @@
 use std::{fmt, io, path::PathBuf};
 
 pub mod file;
-mod proto;
+pub mod proto;
 pub mod state;
 pub mod xds;
 

@@ -11,7 +11,7 @@ use prost::Message;
 use redirector_common::consts::PORT_HBONE;
 
 use crate::mesh::{
-    index::Update,
+    index::{Key, Update},
     service::{CidrVip, IpFamilies, LoadBalancer, LoadBalancerMode, Scope, Service, WeightedWaypoint},
     workload::{
         ApplicationTunnel, GatewayAddress, GatewayDestination, Locality, NamespacedHostname, NetworkAddress,
@@ -32,6 +32,13 @@ pub(super) const AUTHORIZATION: &str = "type.googleapis.com/istio.security.Autho
 const DEFAULT_TRUST_DOMAIN: &str = "cluster.local";
 const DEFAULT_SERVICE_ACCOUNT: &str = "default";
 const DEFAULT_CLUSTER: &str = "Kubernetes";
+
+/// Reads a resource as the client of the control plane does: an address, or a policy if `is_policy`. Returns what it changes, and
+/// what is wrong with it; one of them is there.
+pub fn read(is_policy: bool, bytes: &[u8]) -> (Option<Update>, Option<String>) {
+    let decoded = decode(if is_policy { AUTHORIZATION } else { ADDRESS }, bytes);
+    (decoded.update, decoded.problem)
+}
 
 /// A resource, as far as it is understood.
 pub(super) struct Decoded {
@@ -68,7 +75,7 @@ pub(super) fn decode(type_url: &str, bytes: &[u8]) -> Decoded {
 /// How to remove the resource `name` of type `type_url`.
 pub(super) fn removal(type_url: &str, name: &str) -> Result<Update, String> {
     match type_url {
-        AUTHORIZATION => policy::name(name).map(Update::RemovePolicy),
+        AUTHORIZATION => policy::name(name).map(|name| Update::Remove(Key::Policy(name))),
         _ => Ok(Update::RemoveAddress(name.into())),
     }
 }

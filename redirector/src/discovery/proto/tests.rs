@@ -428,7 +428,7 @@ fn removals_are_by_key() {
     };
     assert_eq!(
         removal(AUTHORIZATION, "shop/p/q").unwrap(),
-        Update::RemovePolicy(name)
+        Update::Remove(Key::Policy(name))
     );
     assert!(removal(AUTHORIZATION, "p").is_err());
 }

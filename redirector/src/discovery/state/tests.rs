@@ -6,6 +6,7 @@ use tokio_util::task::AbortOnDropHandle;
 
 use super::*;
 use crate::mesh::{
+    index::Key,
     policy::{Action, Policy, Scope},
     testing::{ip, policy_name, service, with_policies, workload},
 };
@@ -258,7 +259,7 @@ fn update() -> impl Strategy<Value = Update> {
             .prop_map(|name| Update::RemoveAddress(format!("Kubernetes//Pod/shop/{name}").into())),
         name.clone()
             .prop_map(|name| { Update::RemoveAddress(format!("shop/{name}.shop.svc.cluster.local").into()) }),
-        name.prop_map(|name| Update::RemovePolicy(policy_name("shop", name))),
+        name.prop_map(|name| Update::Remove(Key::Policy(policy_name("shop", name)))),
     ]
 }
 

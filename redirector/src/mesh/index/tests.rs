@@ -365,7 +365,7 @@ fn update() -> impl Strategy<Value = Update> {
             .prop_map(|name| Update::RemoveAddress(format!("c//Entry/shop/{name}").into())),
         name.clone()
             .prop_map(|name| Update::RemoveAddress(format!("{name}/{}", host("cart").hostname).into())),
-        name.prop_map(|name| Update::RemovePolicy(policy_name("shop", name))),
+        name.prop_map(|name| Update::Remove(Key::Policy(policy_name("shop", name)))),
     ];
     prop_oneof![3 => some_workload, 2 => some_service, 1 => some_policy, 3 => removal]
 }
@@ -447,5 +447,36 @@ proptest! {
         }
         prop_assert_eq!(answers(&changed), answers(&Mesh::default()));
         prop_assert!(changed.networks.is_empty() && changed.endpoints.is_empty() && changed.by_pod.is_empty());
+    }
+}
+
+#[test]
+fn keys_that_read_alike_are_told_apart() {
+    let mut alike = workload("web", "10.0.0.1");
+    alike.uid = WorkloadUid("a/b".into());
+    let mut cart = service("cart", "10.96.0.1");
+    cart.host = NamespacedHostname {
+        namespace: "a".into(),
+        hostname: "b".into(),
+    };
+    let mut slash = service("slash", "10.96.0.2");
+    slash.host.namespace = "c/d".into();
+    let keys = [
+        Key::Workload("a/b".into()),
+        Key::Service(cart.host.clone()),
+        Key::Service(slash.host.clone()),
+    ];
+    let mesh = Mesh::new(vec![alike], vec![cart, slash]);
+    for key in &keys {
+        let mut changed = mesh.clone();
+        changed.apply(key.removal());
+        let left: Vec<_> = keys.iter().filter(|key| changed.get(key).is_some()).collect();
+        assert!(left.len() == 2 && !left.contains(&key), "{key:?}");
+    }
+    // A name that could be either is the workload's first.
+    let mut changed = mesh.clone();
+    for left in [2, 1, 1] {
+        changed.apply(Update::RemoveAddress("a/b".into()));
+        assert_eq!(keys.iter().filter(|key| changed.get(key).is_some()).count(), left);
     }
 }

@@ -27,8 +27,8 @@ pub enum Update {
     Policy(Arc<Policy>),
     /// No workload with this UID; or else no service that is called so: `namespace/hostname`.
     RemoveAddress(Arc<str>),
-    /// No such policy.
-    RemovePolicy(PolicyName),
+    /// No value with this key.
+    Remove(Key),
 }
 
 /// What a value of the mesh is known by.
@@ -45,11 +45,7 @@ pub enum Key {
 impl Key {
     /// The update that leaves no value with this key.
     pub fn removal(&self) -> Update {
-        match self {
-            Self::Workload(uid) => Update::RemoveAddress(Arc::clone(uid)),
-            Self::Service(host) => Update::RemoveAddress(host.to_string().into()),
-            Self::Policy(name) => Update::RemovePolicy(name.clone()),
-        }
+        Update::Remove(self.clone())
     }
 }
 
@@ -59,7 +55,7 @@ impl Update {
         match self {
             Self::Workload(workload) => strings.share_workload(Arc::make_mut(workload)),
             Self::Service(service) => strings.share_service(Arc::make_mut(service)),
-            Self::Policy(_) | Self::RemoveAddress(_) | Self::RemovePolicy(_) => {}
+            Self::Policy(_) | Self::RemoveAddress(_) | Self::Remove(_) => {}
         }
     }
 }
@@ -77,7 +73,7 @@ impl Mesh {
             Update::RemoveAddress(name) => host_of(name)
                 .filter(|host| self.services.contains_key(host))
                 .map(Key::Service),
-            Update::RemovePolicy(name) => Some(Key::Policy(name.clone())),
+            Update::Remove(key) => Some(key.clone()),
         }
     }
 
@@ -107,7 +103,11 @@ impl Mesh {
             Update::Service(service) => self.put_service(service),
             Update::Policy(policy) => self.put_policy(policy),
             Update::RemoveAddress(key) => self.remove_address(&key),
-            Update::RemovePolicy(name) => self.remove_policy(&name),
+            Update::Remove(Key::Workload(uid)) => {
+                self.remove_workload(&uid);
+            }
+            Update::Remove(Key::Service(host)) => self.remove_service(&host),
+            Update::Remove(Key::Policy(name)) => self.remove_policy(&name),
         }
     }
 
@@ -193,10 +193,24 @@ impl Mesh {
     }
 
     fn remove_address(&mut self, key: &str) {
-        if let Some(old) = self.workloads.remove(key) {
-            return self.forget_workload(&old, None);
+        if !self.remove_workload(key)
+            && let Some(host) = host_of(key)
+        {
+            self.remove_service(&host);
         }
-        if let Some(old) = host_of(key).and_then(|host| self.services.remove(&host)) {
+    }
+
+    /// Returns whether there was one.
+    fn remove_workload(&mut self, uid: &str) -> bool {
+        let old = self.workloads.remove(uid);
+        if let Some(old) = &old {
+            self.forget_workload(old, None);
+        }
+        old.is_some()
+    }
+
+    fn remove_service(&mut self, host: &NamespacedHostname) {
+        if let Some(old) = self.services.remove(host) {
             self.forget_service(&old, None);
         }
     }
