@@ -1,12 +1,14 @@
 //! The benchmarks. `cargo xtask bench` builds and runs them; docs/benchmarks/README.md says what they measure.
 //!
-//! - [`proxy`]: what the detour through the proxies costs; [`redirect`]: what the ways of redirecting cost, side by side
+//! - [`proxy`]: what the detour through the proxies costs; [`redirect`]: what the ways of redirecting cost, side by side; [`mesh`]: the
+//!   mesh at size
 //! - [`load`] makes the traffic, [`usage`] says what it took, [`machine`] on what; [`stats`] makes numbers of it
 //! - [`results`] keeps every value, [`table`] and [`chart`] show them, [`output`] writes them
 
 mod chart;
 mod load;
 mod machine;
+mod mesh;
 mod output;
 mod proxy;
 mod redirect;
@@ -31,6 +33,8 @@ enum Benchmark {
     Proxy(proxy::Arguments),
     /// The ways of redirecting compared: none, iptables, eBPF
     Redirect(redirect::Arguments),
+    /// The mesh at size: 100,000 workloads loaded, changed and read
+    Mesh(mesh::Arguments),
 }
 
 fn main() -> Result<()> {
@@ -39,5 +43,6 @@ fn main() -> Result<()> {
     match cli.benchmark {
         Benchmark::Proxy(arguments) => proxy::run(&arguments),
         Benchmark::Redirect(arguments) => redirect::run(&arguments),
+        Benchmark::Mesh(arguments) => mesh::run(&arguments),
     }
 }

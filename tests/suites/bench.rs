@@ -46,6 +46,7 @@ fn main() -> ExitCode {
                 "redirect_writes_every_file_and_every_figure",
                 redirect_writes_every_file_and_every_figure,
             ),
+            case("mesh_writes_every_figure", mesh_writes_every_figure),
             case(
                 "proxy_writes_every_file_and_every_figure",
                 proxy_writes_every_file_and_every_figure,
@@ -178,4 +179,19 @@ fn no_namespace_is_left(pid: u32) {
         .filter(|name| name.starts_with(&format!("rdr{pid}x")))
         .collect();
     assert!(left.is_empty(), "{left:?}");
+}
+
+fn mesh_writes_every_figure() {
+    let values = tiny("mesh", 2, &[]);
+    let figures = values["figures"].as_object().unwrap();
+    assert_eq!(figures.len(), 10);
+    for (name, figure) in figures {
+        let values = figure["values"].as_array().unwrap();
+        let is_more_than_nothing = |value: &Value| value.as_f64().is_some_and(|value| value >= 0.0);
+        assert!(
+            values.len() == 2 && values.iter().all(is_more_than_nothing),
+            "{name}: {figure}"
+        );
+    }
+    assert_eq!(values["measures_to_reach"].as_array().unwrap().len(), 3);
 }

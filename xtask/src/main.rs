@@ -93,6 +93,8 @@ enum Benchmark {
     Proxy,
     /// The ways of redirecting compared: none, iptables, eBPF; writes docs/benchmarks/redirect.*
     Redirect,
+    /// The mesh at size: 100,000 workloads loaded, changed and read; writes docs/benchmarks/mesh.*
+    Mesh,
 }
 
 fn main() -> ExitCode {
@@ -174,6 +176,7 @@ fn bench(way: Option<Way>, benchmark: Benchmark, arguments: &[String]) -> Result
     command.arg(match benchmark {
         Benchmark::Proxy => "proxy",
         Benchmark::Redirect => "redirect",
+        Benchmark::Mesh => "mesh",
     });
     let step = Step::start("benchmark");
     process::run(command.args(arguments))?;

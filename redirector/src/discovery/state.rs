@@ -8,10 +8,7 @@ use std::{mem, sync::Arc, time::Duration};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
 
-use crate::mesh::{
-    index::{Mesh, Update},
-    strings::Strings,
-};
+use crate::mesh::index::{Mesh, Update};
 
 /// Changes that wait. Each source waits for its own.
 const CHANGES: usize = 4;
@@ -165,7 +162,6 @@ struct Layers {
     mesh: Mesh,
     /// With a file: its part, and that of the control plane alone. Both share their values with `mesh`.
     file: Option<(Mesh, Mesh)>,
-    strings: Strings,
 }
 
 impl Layers {
@@ -173,7 +169,6 @@ impl Layers {
         Self {
             mesh: file.clone().unwrap_or_default(),
             file: file.map(|file| (file, Mesh::default())),
-            strings: Strings::default(),
         }
     }
 
@@ -188,8 +183,7 @@ impl Layers {
         }
     }
 
-    fn update(&mut self, mut update: Update) {
-        update.share(&mut self.strings);
+    fn update(&mut self, update: Update) {
         let Some((file, below)) = &mut self.file else {
             return self.mesh.apply(update);
         };

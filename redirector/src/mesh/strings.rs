@@ -2,6 +2,8 @@
 
 use std::{collections::HashSet, sync::Arc};
 
+use litemap::LiteMap;
+
 use super::{service::Service, workload::Workload};
 
 /// Fewer than these are not worth looking through.
@@ -50,15 +52,18 @@ impl Strings {
         ] {
             self.share(text);
         }
-        let services = std::mem::take(&mut workload.services);
-        workload.services = services
-            .into_iter()
-            .map(|(mut host, ports)| {
-                self.share(&mut host.namespace);
-                self.share(&mut host.hostname);
-                (host, ports)
-            })
-            .collect();
+        // Equal texts keep their order, and nothing is kept for more that could come.
+        let mut services = std::mem::take(&mut workload.services).into_tuple_vec();
+        services.shrink_to_fit();
+        for (host, ports) in &mut services {
+            self.share(&mut host.namespace);
+            self.share(&mut host.hostname);
+            let mut list = std::mem::take(ports).into_tuple_vec();
+            list.shrink_to_fit();
+            *ports = LiteMap::from_sorted_store_unchecked(list);
+        }
+        workload.services = LiteMap::from_sorted_store_unchecked(services);
+        workload.addresses.shrink_to_fit();
         for policy in &mut workload.authorization_policies {
             self.share(&mut policy.namespace);
             self.share(&mut policy.name);

@@ -136,9 +136,9 @@ pub struct Workload {
     /// Where its node is.
     pub locality: Locality,
     /// The waypoint that workload-addressed traffic must go through.
-    pub waypoint: Option<GatewayAddress>,
+    pub waypoint: Option<Box<GatewayAddress>>,
     /// The gateway by which other networks reach it.
-    pub network_gateway: Option<GatewayAddress>,
+    pub network_gateway: Option<Box<GatewayAddress>>,
     /// How its application takes what comes over HBONE, when that is special.
     pub application_tunnel: Option<ApplicationTunnel>,
     /// Whether load balancing may choose it.

@@ -53,14 +53,14 @@ fn every_field_of_a_workload_is_read() {
             zone: "z".into(),
             subzone: "s".into(),
         },
-        waypoint: Some(GatewayAddress {
+        waypoint: Some(Box::new(GatewayAddress {
             destination: GatewayDestination::Hostname(way),
             hbone_mtls_port: 15009,
-        }),
-        network_gateway: Some(GatewayAddress {
+        })),
+        network_gateway: Some(Box::new(GatewayAddress {
             destination: GatewayDestination::Address(at("net-2", "192.0.2.1")),
             hbone_mtls_port: 15008,
-        }),
+        })),
         application_tunnel: Some(ApplicationTunnel {
             proxy_protocol: true,
             port: Some(15088),

@@ -9,7 +9,7 @@ use super::{
     },
     node::Identity,
 };
-use crate::mesh::index::Update;
+use crate::mesh::{index::Update, strings::Strings};
 
 /// Both are asked for whole.
 const TYPES: [&str; 2] = [ADDRESS, AUTHORIZATION];
@@ -31,6 +31,8 @@ pub(super) struct Session {
     versions: BTreeMap<&'static str, BTreeMap<String, String>>,
     /// The types that have been taken whole once.
     accepted: BTreeSet<&'static str>,
+    /// What resources have in common.
+    strings: Strings,
 }
 
 /// What is made of a response.
@@ -50,6 +52,7 @@ impl Session {
             identity: identity.clone(),
             versions: TYPES.into_iter().map(|url| (url, BTreeMap::new())).collect(),
             accepted: BTreeSet::new(),
+            strings: Strings::default(),
         }
     }
 
@@ -78,13 +81,23 @@ impl Session {
             return (answer, Vec::new());
         };
         let taken = if response.resources.len() <= FEW {
-            decode(url, response)
+            decode(url, response, &mut self.strings)
         } else {
-            let decoded = tokio::task::spawn_blocking(move || decode(url, response)).await;
-            decoded.unwrap_or_else(|error| Taken {
-                problems: vec![format!("internal fault: {error}")],
-                ..Taken::default()
-            })
+            let mut strings = std::mem::take(&mut self.strings);
+            let decoded = tokio::task::spawn_blocking(move || {
+                let taken = decode(url, response, &mut strings);
+                (taken, strings)
+            });
+            match decoded.await {
+                Ok((taken, strings)) => {
+                    self.strings = strings;
+                    taken
+                }
+                Err(error) => Taken {
+                    problems: vec![format!("internal fault: {error}")],
+                    ..Taken::default()
+                },
+            }
         };
         let versions = self.versions.entry(url).or_default();
         versions.extend(taken.good);
@@ -111,7 +124,7 @@ impl Session {
 }
 
 /// Pure, and for a whole mesh some seconds of work.
-fn decode(url: &'static str, response: DeltaDiscoveryResponse) -> Taken {
+fn decode(url: &'static str, response: DeltaDiscoveryResponse, strings: &mut Strings) -> Taken {
     let mut taken = Taken::default();
     for resource in response.resources {
         let decoded = match &resource.resource {
@@ -119,7 +132,11 @@ fn decode(url: &'static str, response: DeltaDiscoveryResponse) -> Taken {
             Some(any) => Err(format!("it is of type {:?} among those of {url:?}", any.type_url)).into(),
             None => Err("it is empty".to_owned()).into(),
         };
-        taken.updates.extend(decoded.update);
+        // At once: what is freed here is used by the next one, and not left between those that stay.
+        taken.updates.extend(decoded.update.map(|mut update| {
+            update.share(strings);
+            update
+        }));
         match decoded.problem {
             None => taken.good.push((resource.name, resource.version)),
             Some(problem) => taken.problems.push(format!("{}: {problem}", resource.name)),

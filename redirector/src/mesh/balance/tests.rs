@@ -196,11 +196,11 @@ fn endpoints_on_other_networks_are_alike_when_a_gateway_leads_there() {
     let far = with("far", "10.0.0.1", |w| w.network = "net2".into());
     let behind = with("behind", "10.0.0.1", |w| {
         w.network = "net2".into();
-        w.network_gateway = gateway();
+        w.network_gateway = gateway().map(Box::new);
     });
     let bare = with("bare", "10.0.0.1", |w| {
         w.network = "net2".into();
-        w.network_gateway = gateway();
+        w.network_gateway = gateway().map(Box::new);
         w.addresses.clear();
     });
     let refused = NoRoute::NoGateway {
@@ -226,7 +226,7 @@ fn one_s_own_network_comes_first_when_it_is_preferred_and_the_others_keep_their_
     let on = |name: &str, network: &str, region: &str, zone: &str| {
         with(name, "10.0.0.1", |w| {
             w.network = network.into();
-            w.network_gateway = gateway();
+            w.network_gateway = gateway().map(Box::new);
             w.locality.region = region.into();
             w.locality.zone = zone.into();
         })

@@ -185,7 +185,7 @@ fn is_waypoint_of(
         }
     };
     let at = mesh.workload_at(&local.home.network, address);
-    at.and_then(|at| at.waypoint.as_ref()).is_some_and(is_here)
+    at.and_then(|at| at.waypoint.as_deref()).is_some_and(is_here)
         || mesh
             .services_at(&local.home.network, address)
             .any(|service| service.waypoints().any(is_here))

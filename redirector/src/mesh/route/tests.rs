@@ -202,8 +202,8 @@ fn a_source_that_the_mesh_does_not_know_gets_no_route_even_to_unknown_destinatio
 #[test]
 fn what_is_behind_a_waypoint_that_nobody_knows_is_not_reached_around_it() {
     let behind = World::new()
-        .change("a", |a| a.waypoint = Some(waypoint_at("192.0.2.9")))
-        .change("b", |b| b.waypoint = Some(waypoint_at("192.0.2.9")));
+        .change("a", |a| a.waypoint = Some(Box::new(waypoint_at("192.0.2.9"))))
+        .change("b", |b| b.waypoint = Some(Box::new(waypoint_at("192.0.2.9"))));
     for destination in ["10.0.0.1:80", "10.0.0.1:15008", "10.0.0.2:80"] {
         let refused = behind.outbound(destination).unwrap_err();
         assert!(
@@ -301,7 +301,7 @@ prop_compose! {
         let mut made = workload(&format!("w{name}"), &format!("10.0.0.{address}"));
         made.protocol = if hbone { Protocol::Hbone } else { Protocol::Tcp };
         made.network = if far { "far".into() } else { Arc::default() };
-        made.waypoint = waypoint_.then(|| waypoint_at("10.0.0.2"));
+        made.waypoint = waypoint_.then(|| Box::new(waypoint_at("10.0.0.2")));
         if !endpoint {
             made.services.clear();
         }
@@ -345,7 +345,8 @@ proptest! {
         let route = outbound(&mesh, local, client, destination, &mut |total| number % total);
         let to_service = service.vips[0].address == destination.ip();
         let at = mesh.workload_at("", destination.ip());
-        let waypoint = if to_service { &service.waypoint } else { &at.and_then(|at| at.waypoint.clone()) };
+        let of_workload = at.and_then(|at| at.waypoint.as_deref());
+        let waypoint = if to_service { service.waypoint.as_ref() } else { of_workload };
         let waypoints = match waypoint {
             None => Vec::new(),
             Some(_) if service.vips[0].address == ip("10.0.0.2") => mesh.endpoints(&service.host).to_vec(),

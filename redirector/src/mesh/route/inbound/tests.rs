@@ -161,7 +161,7 @@ fn a_waypoint_is_asked_for_what_is_behind_it_and_for_nothing_else() {
         let of_service = world().change_service(|cart| cart.waypoint = Some(waypoint.clone()));
         let by_weight =
             world().change_service(|cart| cart.weighted_waypoints = vec![weighted(0), weighted(1)]);
-        let of_pod = world().change("b", |b| b.waypoint = Some(waypoint.clone()));
+        let of_pod = world().change("b", |b| b.waypoint = Some(Box::new(waypoint.clone())));
         for (world, authority, is_behind) in [
             (&of_service, "10.96.0.1:4711", true),
             (&of_service, "10.97.3.4:4711", true),

@@ -50,8 +50,8 @@ fn what_is_behind_a_waypoint_is_asked_of_it_as_the_client_called_it() {
     ] {
         let of_service = world().change_service(|cart| cart.waypoint = Some(waypoint.clone()));
         let of_pods = world()
-            .change("a", |a| a.waypoint = Some(waypoint.clone()))
-            .change("b", |b| b.waypoint = Some(waypoint.clone()));
+            .change("a", |a| a.waypoint = Some(Box::new(waypoint.clone())))
+            .change("b", |b| b.waypoint = Some(Box::new(waypoint.clone())));
         for (world, destination, by_service) in [
             (&of_service, "10.96.0.1:80", true),
             // Ports are the waypoint's matter.
@@ -112,7 +112,7 @@ fn a_waypoint_that_cannot_be_used_is_an_error_that_names_it() {
     for (name, change, waypoint) in cases {
         let world = change(world())
             .change_service(|cart| cart.waypoint = Some(waypoint.clone()))
-            .change("b", |b| b.waypoint = Some(waypoint.clone()));
+            .change("b", |b| b.waypoint = Some(Box::new(waypoint.clone())));
         for destination in ["10.96.0.1:80", "10.0.0.2:80"] {
             let refused = world.outbound(destination).unwrap_err();
             assert!(
@@ -143,7 +143,7 @@ fn a_waypoint_reaches_what_is_behind_itself() {
         world()
             .change("web", change)
             .change("way", |way| way.service_account = "web".into())
-            .change("b", |b| b.waypoint = Some(waypoint_at("10.96.0.9")))
+            .change("b", |b| b.waypoint = Some(Box::new(waypoint_at("10.96.0.9"))))
     };
     let direct = "plain 10.0.0.2:80";
     let through = "hbone 10.0.0.5:15008 10.0.0.2:80";
@@ -240,7 +240,7 @@ fn far_world() -> World {
         .change("a", |a| {
             a.network = "far".into();
             a.addresses.clear();
-            a.network_gateway = Some(far_gateway("10.0.0.8"));
+            a.network_gateway = Some(Box::new(far_gateway("10.0.0.8")));
         })
         .change_service(|cart| cart.subject_alt_names = vec![id("cart-alias")])
 }
@@ -269,10 +269,10 @@ fn other_networks_are_reached_by_their_gateway_and_by_the_service_s_name() {
     let waypoint = far_world()
         .change("way", |way| {
             way.network = "far".into();
-            way.network_gateway = Some(far_gateway("10.0.0.8"));
+            way.network_gateway = Some(Box::new(far_gateway("10.0.0.8")));
         })
         .change_service(|cart| cart.waypoint = Some(waypoint_at("10.96.0.9")))
-        .change("b", |b| b.waypoint = Some(waypoint_at("10.96.0.9")));
+        .change("b", |b| b.waypoint = Some(Box::new(waypoint_at("10.96.0.9"))));
     let route = hbone(waypoint.outbound("10.96.0.1:4711"));
     assert_eq!((&*route.far_end.name, &*route.workload.name), ("gate", "way"));
     assert_eq!(*route.inner.unwrap(), [id("ways-alias")]);
@@ -296,7 +296,9 @@ fn without_a_gateway_or_a_proof_other_networks_are_not_reached() {
         "{no_proof}"
     );
     for world in [
-        far_world().change("a", |a| a.network_gateway = Some(far_gateway("192.0.2.8"))),
+        far_world().change("a", |a| {
+            a.network_gateway = Some(Box::new(far_gateway("192.0.2.8")))
+        }),
         far_world().change("gate", |gate| gate.network = "elsewhere".into()),
         far_world().change("gate", |gate| gate.service_account = "".into()),
     ] {
