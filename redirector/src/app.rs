@@ -28,7 +28,7 @@ use tracing::{error, info, warn};
 use self::upkeep::Upkeep;
 use crate::{
     admin::{Admin, Endpoint},
-    config::{Config, MeshSource, PodSource, values::Redirect},
+    config::{Config, MeshSource, PodSource, planes::Certificates, values::Redirect},
     discovery::{
         self,
         file::{self, FileSource},
@@ -38,9 +38,11 @@ use crate::{
     identity::{
         CertSource,
         dev_ca::{self, DevCa},
+        files::Files,
         istio_ca::IstioCa,
         renew::Renewing,
         store::Store,
+        workload_api::WorkloadApi,
     },
     mesh::{index::Mesh, pod::Home},
     pods::{
@@ -457,21 +459,25 @@ fn log_mesh(mesh: &watch::Receiver<Arc<Mesh>>) {
     info!(workloads, services, policies, "mesh loaded");
 }
 
+/// Where certificates come from. Sources that tell them unasked begin to be followed.
 fn certificates(config: &Config) -> Result<Arc<dyn CertSource>, Error> {
-    if let Some(ca) = &config.ca {
-        let ca = IstioCa::new(ca.0.clone(), config.svid_ttl.0);
-        return Ok(Arc::new(Renewing::new(ca)));
-    }
-    if config.ca_by_default {
+    let lifetime = config.svid_ttl.0;
+    let by_default = match &config.certificates {
+        Certificates::Authority(plane) => {
+            return Ok(Arc::new(Renewing::new(IstioCa::new(plane.0.clone(), lifetime))));
+        }
+        Certificates::Directory(path) => return Ok(Arc::new(Files::follow(path))),
+        Certificates::WorkloadApi(address) => return Ok(Arc::new(WorkloadApi::follow(address.clone()))),
+        Certificates::DevCa { by_default } => *by_default,
+    };
+    if by_default {
         warn!(
             directory = %config.ca_dir.display(),
             "no CA is configured: certificates come from the built-in development CA, whose key lies on this node; only \
              nodes that share it can talk to each other (FAKE_CA=true says that this is meant)"
         );
     }
-    let settings = dev_ca::Config {
-        lifetime: config.svid_ttl.0,
-    };
+    let settings = dev_ca::Config { lifetime };
     let ca = DevCa::load_or_create(&config.ca_dir, settings).map_err(Error::DevCa)?;
     Ok(Arc::new(Renewing::new(ca)))
 }

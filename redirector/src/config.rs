@@ -26,7 +26,7 @@ pub mod settings;
 pub mod values;
 
 use self::{
-    planes::{Environment, Plane},
+    planes::{Certificates, Environment, Plane},
     settings::Settings,
     values::{Redirect, Span, Workers},
 };
@@ -62,12 +62,10 @@ pub struct Config {
     /// What it is told of this agent.
     #[serde(skip)]
     pub xds_identity: xds::Identity,
-    /// The certificate authority; none is the development CA.
-    pub ca: Option<Plane>,
+    /// Where certificates come from.
+    pub certificates: Certificates,
     /// Directory of the development CA.
     pub ca_dir: PathBuf,
-    /// The development CA is in use because nobody chose another.
-    pub ca_by_default: bool,
     /// How long workload certificates are valid.
     pub svid_ttl: Span,
     /// Name of the cluster.
@@ -289,10 +287,9 @@ impl Config {
             strict: s.strict.unwrap_or(false),
             mesh,
             ca_dir: s.ca_dir.unwrap_or_else(|| state_dir.join("ca")),
-            ca_by_default: !fake_ca && ca.is_none(),
             xds,
             xds_identity,
-            ca,
+            certificates: Certificates::choose(fake_ca, ca, s.cert_dir, s.spiffe_socket)?,
             state_dir,
             svid_ttl: s.svid_ttl.unwrap_or(Span(Duration::from_secs(24 * 3600))),
             cluster_id,

@@ -1,6 +1,9 @@
 //! How the control planes are reached: certificate authority and discovery. Names and defaults are ztunnel's.
 
-use std::{collections::BTreeMap, path::Path};
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+};
 
 use serde::{Serialize, Serializer, ser::SerializeStruct};
 
@@ -119,4 +122,73 @@ pub(super) fn identity(names: xds::Identity, environment: &Environment) -> Resul
         }
     }
     Ok(identity)
+}
+
+/// Where certificates come from.
+#[derive(Debug, Clone, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Certificates {
+    /// The development CA.
+    DevCa {
+        /// Nobody has chosen.
+        by_default: bool,
+    },
+    /// An authority of Istio's kind.
+    Authority(Plane),
+    /// Files.
+    Directory(PathBuf),
+    /// A SPIFFE Workload API.
+    WorkloadApi(#[serde(serialize_with = "super::as_text")] Address),
+}
+
+impl Certificates {
+    /// The one that is chosen. An authority's address may be in the environment all the same when `FAKE_CA` is: that is ztunnel's
+    /// rule.
+    pub(super) fn choose(
+        fake_ca: bool,
+        authority: Option<Plane>,
+        directory: Option<PathBuf>,
+        socket: Option<String>,
+    ) -> Result<Self, Error> {
+        let socket = socket.filter(|socket| !socket.is_empty());
+        let socket = socket.as_deref().map(workload_api).transpose()?;
+        let chosen = [
+            (fake_ca, "FAKE_CA=true (--fake-ca)"),
+            (authority.is_some(), "CA_ADDRESS (--ca-address)"),
+            (directory.is_some(), "--cert-dir"),
+            (socket.is_some(), "SPIFFE_ENDPOINT_SOCKET (--spiffe-socket)"),
+        ];
+        let chosen: Vec<_> = chosen
+            .into_iter()
+            .filter(|(given, _)| *given)
+            .map(|(_, name)| name)
+            .collect();
+        if chosen.len() > 1 {
+            let text = format!(
+                "certificates can come from one place only, and {} are given: leave out all but one",
+                chosen.join(" and ")
+            );
+            return Err(Error::Setting(text));
+        }
+        Ok(match (authority, directory, socket) {
+            (Some(authority), ..) => Self::Authority(authority),
+            (_, Some(directory), _) => Self::Directory(directory),
+            (.., Some(socket)) => Self::WorkloadApi(socket),
+            _ => Self::DevCa { by_default: !fake_ca },
+        })
+    }
+}
+
+/// SPIFFE's `SPIFFE_Workload_Endpoint.md` section 4 knows sockets by TCP as well; by these a caller cannot be told.
+fn workload_api(text: &str) -> Result<Address, Error> {
+    let address = match text.starts_with('/') {
+        true => Ok(Address::Unix(text.into())),
+        false => text.parse(),
+    };
+    match address {
+        Ok(address @ Address::Unix(_)) => Ok(address),
+        _ => Err(Error::Setting(format!(
+            "SPIFFE_ENDPOINT_SOCKET (--spiffe-socket): {text:?} is not a Unix socket; write unix:///PATH"
+        ))),
+    }
 }

@@ -98,6 +98,11 @@ settings! {
         ca_root_ca: String, ["CA_ROOT_CA"];
     "Name that the certificate authority may have beside the one in its address"
         alt_ca_hostname: String, ["ALT_CA_HOSTNAME"];
+    "Directory with certificates that somebody else keeps fresh, instead of an authority: tls.crt, tls.key and ca.crt, or \
+     cert-chain.pem, key.pem and root-cert.pem; in it, or in a directory below for each identity"
+        cert_dir: PathBuf, [];
+    "Socket of a SPIFFE Workload API that gives the pods' certificates, instead of an authority, as unix:///PATH"
+        spiffe_socket: String, ["SPIFFE_ENDPOINT_SOCKET"];
     "File of the token that control plane and certificate authority are shown, or the token [default: \
      ./var/run/secrets/tokens/istio-token, if it is there]"
         auth_token: String, ["AUTH_TOKEN"];

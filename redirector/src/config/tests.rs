@@ -63,7 +63,7 @@ fn defaults_are_those_of_the_documentation() {
         config.keepalive.as_ref().unwrap().idle.0,
         Duration::from_secs(180)
     );
-    assert!(config.ca_by_default && config.ipv6_enabled && !config.release_on_exit);
+    assert!(dev_ca(&config, true) && config.ipv6_enabled && !config.release_on_exit);
     assert!(config.worker_threads >= 2);
 }
 
@@ -141,7 +141,7 @@ fn ztunnels_environment_for_local_use_is_understood() {
         PodSource::Zds("/var/run/ztunnel/ztunnel.sock".into())
     );
     assert_eq!(config.mesh, MeshSource::File("/etc/workloads.yaml".into()));
-    assert!(!config.ca_by_default);
+    assert!(dev_ca(&config, false));
     load("", &[("FAKE_CA", "true"), ("CA_ADDRESS", "istiod:15012")], &[]).unwrap();
 }
 
@@ -160,7 +160,28 @@ fn switches_need_no_value() {
 fn errors_name_the_place_and_the_reason() {
     /// File, environment, flags, and parts of the error.
     type Case<'a> = (&'a str, &'a [(&'a str, &'a str)], &'a [&'a str], &'a [&'a str]);
-    let table: [Case<'_>; 31] = [
+    let table: [Case<'_>; 34] = [
+        (
+            "cert-dir: /certificates\n",
+            &[("CA_ADDRESS", "istiod:15012")],
+            &[],
+            &["CA_ADDRESS", "--cert-dir", "one place only", "leave out"],
+        ),
+        (
+            "",
+            &[
+                ("FAKE_CA", "true"),
+                ("SPIFFE_ENDPOINT_SOCKET", "unix:///run/spire.sock"),
+            ],
+            &[],
+            &["FAKE_CA", "SPIFFE_ENDPOINT_SOCKET", "leave out"],
+        ),
+        (
+            "",
+            &[("SPIFFE_ENDPOINT_SOCKET", "tcp://127.0.0.1:8080")],
+            &[],
+            &["SPIFFE_ENDPOINT_SOCKET", "tcp://127.0.0.1:8080", "unix:///PATH"],
+        ),
         (
             "network: a\nno-such-key: 1\n",
             &[],
@@ -386,14 +407,13 @@ fn control_planes_are_reached_as_ztunnel_s_variables_say_and_their_secrets_are_n
         })
     );
     assert_eq!(
-        shown["ca"],
+        shown["certificates"]["authority"],
         serde_json::json!({
             "address": "http://localhost:1", "roots": "/roots.pem", "altHostname": "ca.example",
             "token": "literal", "headers": [],
         })
     );
     assert!(!shown.to_string().contains("hidden") && !format!("{config:?}").contains("hidden"));
-    assert!(!config.ca_by_default);
     let identity = &config.xds_identity;
     assert_eq!((&*identity.node_name, &*identity.pod_name), ("node-1", "agent-x"));
     assert_eq!(identity.metadata["CLUSTER_ID"], "east");
@@ -401,7 +421,29 @@ fn control_planes_are_reached_as_ztunnel_s_variables_say_and_their_secrets_are_n
 
     let off = [("XDS_ADDRESS", ""), ("CA_ADDRESS", "")];
     let config = load("", &off, &[]).unwrap();
-    assert!(config.xds.is_none() && config.ca.is_none() && config.ca_by_default);
+    assert!(config.xds.is_none() && dev_ca(&config, true));
     let fake = [("CA_ADDRESS", "istiod:15012"), ("FAKE_CA", "true")];
-    assert!(load("", &fake, &[]).unwrap().ca.is_none());
+    assert!(dev_ca(&load("", &fake, &[]).unwrap(), false));
+}
+
+fn dev_ca(config: &Config, by_default: bool) -> bool {
+    matches!(config.certificates, Certificates::DevCa { by_default: found } if found == by_default)
+}
+
+#[test]
+fn certificates_come_from_files_or_from_a_socket() {
+    let config = load("", &[("CA_ADDRESS", "")], &["--cert-dir", "/certificates"]).unwrap();
+    assert!(
+        matches!(config.certificates, Certificates::Directory(path) if path == Path::new("/certificates"))
+    );
+    for socket in [
+        "unix:///run/spire.sock",
+        "unix:/run/spire.sock",
+        "/run/spire.sock",
+    ] {
+        let config = load("", &[("SPIFFE_ENDPOINT_SOCKET", socket)], &[]).unwrap();
+        let shown = serde_json::to_value(&config).unwrap();
+        let expected = serde_json::json!({ "workloadApi": "unix:///run/spire.sock" });
+        assert_eq!(shown["certificates"], expected);
+    }
 }

@@ -4,6 +4,7 @@
 //! from another one to be refused. What the files are and how they come to be is in `files`.
 
 use std::{
+    collections::BTreeMap,
     path::{Path, PathBuf},
     sync::Arc,
     time::{Duration, SystemTime},
@@ -193,6 +194,7 @@ impl DevCa {
             chain: vec![leaf.der().clone()],
             key: PrivatePkcs8KeyDer::from(key.serialize_der()).into(),
             roots: vec![self.root.clone()],
+            federated: BTreeMap::new(),
             not_before,
             not_after,
         })

@@ -3,7 +3,7 @@
 //! The agent asks for its pods in its own name, by impersonation: the authority grants what runs on the token's node. A pod that
 //! the API server doesn't show there yet is refused at first, and asked for again.
 
-use std::time::Duration;
+use std::{collections::BTreeMap, time::Duration};
 
 use http::uri::PathAndQuery;
 use prost_types::{Struct, Value, value::Kind};
@@ -147,6 +147,7 @@ fn svid(id: &SpiffeId, key: &KeyPair, answer: &IstioCertificateResponse) -> Resu
         key: PrivatePkcs8KeyDer::from(key.serialize_der()).into(),
         chain,
         roots,
+        federated: BTreeMap::new(),
         not_before,
         not_after,
     })

@@ -3,7 +3,7 @@
 //! A [`CertSource`] delivers certificates; [`store::Store`] keeps the current one of each identity and makes TLS
 //! configurations from it; when to renew is the source's matter.
 
-use std::{sync::Arc, time::SystemTime};
+use std::{collections::BTreeMap, sync::Arc, time::SystemTime};
 
 use base64::Engine as _;
 use futures_util::stream::BoxStream;
@@ -12,11 +12,15 @@ use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 use crate::mesh::spiffe::SpiffeId;
 
 pub mod dev_ca;
+pub mod files;
 pub mod istio_ca;
+mod pushed;
 pub mod renew;
 pub mod states;
 pub mod store;
 pub mod tls;
+mod trust;
+pub mod workload_api;
 
 /// A workload's certificate.
 #[derive(Debug)]
@@ -29,6 +33,8 @@ pub struct Svid {
     pub key: PrivateKeyDer<'static>,
     /// The certificates that peers must chain to.
     pub roots: Vec<CertificateDer<'static>>,
+    /// Those that peers of another trust domain must chain to, by its name, where they are not `roots`.
+    pub federated: BTreeMap<String, Vec<CertificateDer<'static>>>,
     /// Start of its validity.
     pub not_before: SystemTime,
     /// End of its validity.
@@ -36,6 +42,19 @@ pub struct Svid {
 }
 
 impl Svid {
+    /// The same once more; not `Clone`, so that a key is copied where it is meant alone.
+    fn copy(&self) -> Self {
+        Self {
+            id: self.id.clone(),
+            chain: self.chain.clone(),
+            key: self.key.clone_key(),
+            roots: self.roots.clone(),
+            federated: self.federated.clone(),
+            not_before: self.not_before,
+            not_after: self.not_after,
+        }
+    }
+
     /// As PEM files, for programs that want them so.
     pub fn to_pem(&self) -> SvidPem {
         let certificates =

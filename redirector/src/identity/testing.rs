@@ -1,6 +1,9 @@
 //! Certificates for unit tests, bad ones too.
 
-use std::time::{Duration, SystemTime};
+use std::{
+    collections::BTreeMap,
+    time::{Duration, SystemTime},
+};
 
 use rcgen::{
     BasicConstraints, CertificateParams, CertifiedIssuer, DistinguishedName, DnType, ExtendedKeyUsagePurpose,
@@ -69,6 +72,7 @@ impl TestCa {
             chain: vec![leaf.certificate],
             key: leaf.key,
             roots: vec![self.certificate()],
+            federated: BTreeMap::new(),
             not_before: SystemTime::now() - Duration::from_secs(60),
             not_after: SystemTime::now() + Duration::from_secs(3600),
         }

@@ -3,6 +3,7 @@
 //! [`super::store`] makes the configurations; `proxy` uses them and asks for the peer's identity.
 
 use std::{
+    collections::BTreeMap,
     fmt,
     net::Ipv4Addr,
     sync::{Arc, LazyLock},
@@ -28,7 +29,7 @@ use rustls::{
 use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
 use x509_parser::{extensions::GeneralName, prelude::FromDer};
 
-use super::Svid;
+use super::{Svid, trust::Trust};
 use crate::mesh::spiffe::SpiffeId;
 
 /// The one protocol that HBONE speaks.
@@ -102,7 +103,7 @@ fn list(ids: &[SpiffeId]) -> String {
 pub struct Credentials {
     id: SpiffeId,
     key: Arc<CertifiedKey>,
-    roots: Arc<RootCertStore>,
+    trust: Arc<Trust>,
 }
 
 impl Credentials {
@@ -111,14 +112,7 @@ impl Credentials {
     /// # Errors
     /// When they do not: a peer would refuse it, or take it for another's.
     pub fn new(svid: &Svid) -> Result<Self, Error> {
-        let mut roots = RootCertStore::empty();
-        let (_, unusable) = roots.add_parsable_certificates(svid.roots.iter().cloned());
-        if unusable > 0 {
-            tracing::warn!(id = %svid.id, unusable, "root certificates that cannot be parsed are left out");
-        }
-        if roots.is_empty() {
-            return Err(Error::NoRoots);
-        }
+        let trust = Trust::new(svid)?;
         let key = CertifiedKey::from_der(svid.chain.clone(), svid.key.clone_key(), &PROVIDER)
             .map_err(Error::Unusable)?;
         let leaf = key.end_entity_cert().map_err(Error::Unusable)?;
@@ -133,11 +127,11 @@ impl Credentials {
         // In the middle of its time, so that this asks for the chain alone.
         let validity = svid.not_after.duration_since(svid.not_before).unwrap_or_default();
         let middle = unix_time(svid.not_before + validity / 2);
-        verify_chain(leaf, &svid.chain[1..], &roots, middle).map_err(Error::Unchained)?;
+        verify_chain(leaf, &svid.chain[1..], trust.own(), middle).map_err(Error::Unchained)?;
         Ok(Self {
             id: svid.id.clone(),
             key: Arc::new(key),
-            roots: Arc::new(roots),
+            trust: Arc::new(trust),
         })
     }
 
@@ -206,20 +200,31 @@ impl Credentials {
     }
 
     fn client_verifier(&self) -> Result<ClientVerifier, Error> {
-        let chain =
-            WebPkiClientVerifier::builder_with_provider(Arc::clone(&self.roots), Arc::clone(&PROVIDER))
+        let verifier = |roots: &Arc<RootCertStore>| {
+            WebPkiClientVerifier::builder_with_provider(Arc::clone(roots), Arc::clone(&PROVIDER))
                 .build()
                 // Without revocation lists there is no other reason.
-                .map_err(|_| Error::NoRoots)?;
+                .map_err(|_| Error::NoRoots)
+        };
+        let own = verifier(self.trust.own())?;
+        let mut hints = own.root_hint_subjects().to_vec();
+        let mut federated = BTreeMap::new();
+        for (trust_domain, roots) in self.trust.federated() {
+            let chain = verifier(roots)?;
+            hints.extend_from_slice(chain.root_hint_subjects());
+            federated.insert(trust_domain.clone(), chain);
+        }
         Ok(ClientVerifier {
-            chain,
-            trust_domain: self.id.trust_domain().to_owned(),
+            own,
+            federated,
+            hints,
+            trust: Arc::clone(&self.trust),
         })
     }
 
     fn server_verifier(&self, expected: &[SpiffeId]) -> ServerVerifier {
         ServerVerifier {
-            roots: Arc::clone(&self.roots),
+            trust: Arc::clone(&self.trust),
             expected: expected.to_vec(),
         }
     }
@@ -290,7 +295,7 @@ impl fmt::Debug for Verdict {
 
 /// Checks a server: chain, time and usage, and that it is one of those expected.
 struct ServerVerifier {
-    roots: Arc<RootCertStore>,
+    trust: Arc<Trust>,
     expected: Vec<SpiffeId>,
 }
 
@@ -311,8 +316,9 @@ impl ServerCertVerifier for ServerVerifier {
         _ocsp_response: &[u8],
         now: UnixTime,
     ) -> Result<ServerCertVerified, rustls::Error> {
-        verify_chain(leaf, intermediates, &self.roots, now)?;
         let found = identities(leaf);
+        verify_chain(leaf, intermediates, self.trust.roots_of(&found), now)?;
+        let found = self.trust.vouched(found);
         if found.iter().any(|id| self.expected.contains(id)) {
             Ok(ServerCertVerified::assertion())
         } else {
@@ -351,16 +357,19 @@ impl ServerCertVerifier for ServerVerifier {
     }
 }
 
-/// Checks a client: chain, time and usage, and that it is of the own trust domain.
+/// Checks a client: chain, time and usage, and that it is of the own trust domain, an alias of it, or a federated one.
 #[derive(Debug)]
 struct ClientVerifier {
-    chain: Arc<dyn ClientCertVerifier>,
-    trust_domain: String,
+    own: Arc<dyn ClientCertVerifier>,
+    /// Those of other trust domains with roots of their own.
+    federated: BTreeMap<String, Arc<dyn ClientCertVerifier>>,
+    hints: Vec<DistinguishedName>,
+    trust: Arc<Trust>,
 }
 
 impl ClientCertVerifier for ClientVerifier {
     fn root_hint_subjects(&self) -> &[DistinguishedName] {
-        self.chain.root_hint_subjects()
+        &self.hints
     }
 
     fn verify_client_cert(
@@ -369,13 +378,17 @@ impl ClientCertVerifier for ClientVerifier {
         intermediates: &[CertificateDer<'_>],
         now: UnixTime,
     ) -> Result<ClientCertVerified, rustls::Error> {
-        let verified = self.chain.verify_client_cert(leaf, intermediates, now)?;
         let found = identities(leaf);
-        if found.iter().any(|id| id.trust_domain() == self.trust_domain) {
+        let federated = self.trust.federation_of(&found);
+        let chain = federated.and_then(|trust_domain| self.federated.get(trust_domain));
+        let verified = chain
+            .unwrap_or(&self.own)
+            .verify_client_cert(leaf, intermediates, now)?;
+        if self.trust.accepts_client(&found) {
             Ok(verified)
         } else {
             Err(refused(Error::OtherTrustDomain {
-                trust_domain: self.trust_domain.clone(),
+                trust_domain: self.trust.domain().to_owned(),
                 found,
             }))
         }
@@ -387,7 +400,7 @@ impl ClientCertVerifier for ClientVerifier {
         certificate: &CertificateDer<'_>,
         signature: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        self.chain.verify_tls12_signature(message, certificate, signature)
+        self.own.verify_tls12_signature(message, certificate, signature)
     }
 
     fn verify_tls13_signature(
@@ -396,11 +409,11 @@ impl ClientCertVerifier for ClientVerifier {
         certificate: &CertificateDer<'_>,
         signature: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        self.chain.verify_tls13_signature(message, certificate, signature)
+        self.own.verify_tls13_signature(message, certificate, signature)
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.chain.supported_verify_schemes()
+        self.own.supported_verify_schemes()
     }
 }
 
