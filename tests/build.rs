@@ -3,7 +3,7 @@
 
 use std::error::Error;
 
-const FILES: [&str; 4] = ["authorization", "ca", "discovery", "workload"];
+const FILES: [&str; 5] = ["authorization", "ca", "discovery", "workload", "workload_api"];
 
 fn main() -> Result<(), Box<dyn Error>> {
     let files = FILES.map(|name| format!("proto/{name}.proto"));

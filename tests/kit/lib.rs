@@ -45,5 +45,6 @@ pub mod process;
 pub mod proto;
 pub mod suite;
 pub mod wait;
+pub mod workload_api;
 pub mod workloads;
 pub mod zds;

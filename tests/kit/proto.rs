@@ -16,3 +16,8 @@ pub mod security {
 pub mod auth {
     tonic::include_proto!("istio.v1.auth");
 }
+
+/// SPIFFE's has no package.
+pub mod spiffe {
+    tonic::include_proto!("_");
+}

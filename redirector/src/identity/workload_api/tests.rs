@@ -73,6 +73,9 @@ fn chains_and_bundles_are_taken_apart() {
     }
 }
 
+/// What is told, and how a good message is changed.
+type Case = (&'static str, fn(&mut X509Svid, &TestCa));
+
 #[test]
 fn what_is_wrong_replaces_nothing_and_the_rest_counts() {
     let (ca, other) = (TestCa::new(), TestCa::new());
@@ -87,7 +90,7 @@ fn what_is_wrong_replaces_nothing_and_the_rest_counts() {
         );
     }
     let renewed = ca.svid(&id("cart"));
-    let wrong: [(&str, fn(&mut X509Svid, &TestCa)); 6] = [
+    let wrong: [Case; 6] = [
         ("the certificate cannot be read", |svid, _| svid.x509_svid.clear()),
         ("the bundle cannot be read", |svid, _| svid.bundle = b"x".to_vec()),
         ("do not belong together", |svid, _| {
