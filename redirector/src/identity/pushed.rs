@@ -82,8 +82,10 @@ impl View {
 
     fn news(&mut self, snapshot: &Snapshot) -> Option<Result<Svid, Error>> {
         let found = snapshot.svids.get(&self.id);
+        // Told again after a failure, so that the failure is known to be over.
+        let is_over = self.failure.is_some() && snapshot.problem.is_none();
         if let Some(svid) = found
-            && !self.given.as_ref().is_some_and(|given| Arc::ptr_eq(given, svid))
+            && (is_over || !self.given.as_ref().is_some_and(|given| Arc::ptr_eq(given, svid)))
         {
             self.given = Some(Arc::clone(svid));
             self.failure = None;
@@ -139,5 +141,45 @@ impl CertSource for Pushed {
             failure: None,
         };
         stream::unfold(view, |mut view| async move { Some((view.next().await?, view)) }).boxed()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::identity::testing::{TestCa, id};
+
+    #[tokio::test]
+    async fn a_failure_is_told_once_and_so_is_its_end() {
+        let svid = Arc::new(TestCa::new().svid(&id("web")));
+        let good = Snapshot {
+            svids: [(id("web"), Arc::clone(&svid))].into(),
+            problem: None,
+            told: true,
+        };
+        let (publisher, pushed) = channel("a test".to_owned());
+        let mut stream = pushed.svids(&id("web"));
+        let mut next = || futures_util::FutureExt::now_or_never(stream.next()).flatten();
+        assert!(next().is_none(), "nothing was told");
+        publisher.publish(good.clone());
+        assert_eq!(next().unwrap().unwrap().chain, svid.chain);
+        for _ in 0..3 {
+            publisher.publish(good.clone());
+            assert!(next().is_none(), "the same is no news");
+        }
+        publisher.fail("away".to_owned());
+        assert!(next().unwrap().unwrap_err().to_string().contains("away"));
+        publisher.fail("away".to_owned());
+        assert!(next().is_none());
+        publisher.publish(good);
+        assert_eq!(next().unwrap().unwrap().chain, svid.chain);
+        assert!(next().is_none());
+        drop(publisher);
+        assert!(
+            futures_util::FutureExt::now_or_never(stream.next())
+                .unwrap()
+                .is_none(),
+            "it ends with its source"
+        );
     }
 }
