@@ -165,6 +165,9 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
     let mut signals = Signals::new()?;
     check_rights()?;
     raise_file_limit();
+    if let Err(error) = process::forbid_core_files() {
+        warn!(%error, "core files of this process may be written, with the keys of its pods in them");
+    }
     info!(config = %serde_json::to_string(&config).unwrap_or_default(), "effective configuration");
 
     let endpoints = Endpoints::bind(&config).await?;

@@ -153,8 +153,12 @@ impl Entry {
                 .as_ref()
                 .is_some_and(|current| !self.expired(current))
         };
-        let waited = tokio::time::timeout(FIRST_CERTIFICATE_DEADLINE, state.wait_for(valid)).await;
+        // One that is over and cannot be renewed is no matter of moments, as the first one is; the next try is near in any case.
+        let is_lost = |state: &State| state.current.is_some() && state.failure.is_some();
+        let settled = |state: &State| valid(state) || is_lost(state);
+        let waited = tokio::time::timeout(FIRST_CERTIFICATE_DEADLINE, state.wait_for(settled)).await;
         if let Ok(Ok(state)) = waited
+            && valid(&state)
             && let Some(current) = &state.current
         {
             return Ok(Arc::clone(current));

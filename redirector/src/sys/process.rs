@@ -77,6 +77,14 @@ pub fn any_in(netns: NetnsId) -> bool {
         })
 }
 
+/// Keeps the process's memory, in which keys are, out of core files, whatever writes those (prctl(2), PR_SET_DUMPABLE).
+///
+/// # Errors
+/// Those of prctl(2).
+pub fn forbid_core_files() -> io::Result<()> {
+    Ok(nix::sys::prctl::set_dumpable(false)?)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
