@@ -25,12 +25,13 @@ use crate::{
     telemetry::Chain,
 };
 
+mod backoff;
 mod metrics;
 mod node;
 mod session;
 
+use self::{backoff::Backoff, metrics::Reason, session::Session};
 pub use self::{metrics::Metrics, node::Identity};
-use self::{metrics::Reason, session::Session};
 
 const METHOD: PathAndQuery = PathAndQuery::from_static(
     "/envoy.service.discovery.v3.AggregatedDiscoveryService/DeltaAggregatedResources",
@@ -38,9 +39,6 @@ const METHOD: PathAndQuery = PathAndQuery::from_static(
 
 /// Longest message, in bytes, that is taken: all of a large mesh comes in one. ztunnel's limit.
 const MAX_MESSAGE: usize = 200 << 20;
-
-/// First and longest wait before the next connection.
-const BACKOFF: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(15));
 
 /// Time until a server must have begun to answer, or to read. A large control plane may have much to gather for its first response.
 const FIRST_ANSWER: Duration = Duration::from_secs(60);
@@ -105,9 +103,8 @@ impl Client {
     }
 
     async fn follow(&self) {
-        let (first, longest) = BACKOFF;
         let mut session = Session::new(&self.identity);
-        let mut backoff = first;
+        let mut backoff = Backoff::default();
         loop {
             let begun = Instant::now();
             let mut answered = false;
@@ -116,21 +113,18 @@ impl Client {
             if let End::Stopped(_) = end {
                 return;
             }
-            // A server that ends what it has begun is asked again at once; one that only takes connections to end them is not.
-            if answered {
-                backoff = first;
-            }
+            let is_ordinary = answered && end.is_ordinary();
+            let pause = backoff.after(begun.elapsed(), is_ordinary);
             // Half of it at random: agents that lost one control plane don't find the next one at one instant.
-            let pause = backoff.mul_f64(rand::rng().random_range(0.5..1.5));
+            let pause = pause.mul_f64(rand::rng().random_range(0.5..1.5));
             let address = self.channel.address();
             let error: &dyn std::error::Error = &end;
-            if answered && end.is_ordinary() {
+            if is_ordinary {
                 tracing::info!(%address, reason = %Chain(error), lasted = ?begun.elapsed(), retry = ?pause, "xDS stream ended");
             } else {
                 tracing::warn!(%address, error = %Chain(error), retry = ?pause, "xDS connection failed; the mesh stays as it is");
             }
             sleep(pause).await;
-            backoff = (backoff * 2).min(longest);
         }
     }
 

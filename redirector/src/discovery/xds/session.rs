@@ -1,6 +1,6 @@
 //! What is asked, what is here, and what is answered: the protocol without its connection.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 use super::{
     super::proto::{
@@ -23,12 +23,18 @@ const MAX_EXPLANATION: usize = 16 << 10;
 /// Fewer resources are decoded at once; more where they hold up no other task.
 const FEW: usize = 256;
 
+/// Longest list of names and versions, in bytes, that a connection begins with. gRPC's libraries take 4 MiB unless they are told
+/// otherwise, and istiod does not tell them (ISTIO_GPRC_MAXRECVMSGSIZE): a longer one would be refused for ever.
+const MAX_VERSIONS: usize = 3 << 20;
+
 /// What outlives a connection.
 #[derive(Debug)]
 pub(super) struct Session {
     identity: Identity,
-    /// Version of each resource, by type and name.
+    /// Version of each resource, by type and name; empty of what is here in part, so that it is sent again.
     versions: BTreeMap<&'static str, BTreeMap<String, String>>,
+    /// The types of which a server could not be told what is here: its first response is all that there is.
+    untold: BTreeSet<&'static str>,
     /// The types that have been taken whole once.
     accepted: BTreeSet<&'static str>,
     /// What resources have in common.
@@ -41,6 +47,8 @@ struct Taken {
     updates: Vec<Update>,
     /// Of what was understood: name and version.
     good: Vec<(String, String)>,
+    /// Of what counts though not all of it was understood: name.
+    partly: Vec<String>,
     removed: Vec<String>,
     /// `name: reason`
     problems: Vec<String>,
@@ -51,17 +59,29 @@ impl Session {
         Self {
             identity: identity.clone(),
             versions: TYPES.into_iter().map(|url| (url, BTreeMap::new())).collect(),
+            untold: BTreeSet::new(),
             accepted: BTreeSet::new(),
             strings: Strings::default(),
         }
     }
 
     /// With what a connection begins: without names, everything is asked for; what is here needs not be sent again.
-    pub(super) fn first_requests(&self) -> impl Iterator<Item = DeltaDiscoveryRequest> {
+    pub(super) fn first_requests(&mut self) -> impl Iterator<Item = DeltaDiscoveryRequest> {
+        let too_long = self.versions.iter().filter(|(_, versions)| {
+            let bytes: usize = versions
+                .iter()
+                .map(|(name, version)| entry_bytes(name, version))
+                .sum();
+            bytes > MAX_VERSIONS
+        });
+        self.untold = too_long.map(|(url, _)| *url).collect();
         self.versions.iter().map(|(url, versions)| DeltaDiscoveryRequest {
             node: Some(self.identity.node()),
             type_url: (*url).to_owned(),
-            initial_resource_versions: versions.clone(),
+            initial_resource_versions: match self.untold.contains(url) {
+                true => BTreeMap::new(),
+                false => versions.clone(),
+            },
             ..DeltaDiscoveryRequest::default()
         })
     }
@@ -69,7 +89,7 @@ impl Session {
     /// Takes a response: the answer to it, and what it changes.
     pub(super) async fn take(
         &mut self,
-        response: DeltaDiscoveryResponse,
+        mut response: DeltaDiscoveryResponse,
     ) -> (DeltaDiscoveryRequest, Vec<Update>) {
         let mut answer = DeltaDiscoveryRequest {
             type_url: response.type_url.clone(),
@@ -80,6 +100,9 @@ impl Session {
             tracing::error!(type_url = %response.type_url, "the control plane sends what it was not asked for; it is passed over");
             return (answer, Vec::new());
         };
+        if self.untold.remove(url) {
+            response.removed_resources.extend(self.missing(url, &response));
+        }
         let taken = if response.resources.len() <= FEW {
             decode(url, response, &mut self.strings)
         } else {
@@ -101,6 +124,9 @@ impl Session {
         };
         let versions = self.versions.entry(url).or_default();
         versions.extend(taken.good);
+        for name in taken.partly {
+            versions.insert(name, String::new());
+        }
         for name in &taken.removed {
             versions.remove(name);
         }
@@ -115,6 +141,20 @@ impl Session {
             });
         }
         (answer, taken.updates)
+    }
+
+    /// What is here of a type and not in a response that has all of it.
+    fn missing(&self, url: &str, response: &DeltaDiscoveryResponse) -> Vec<String> {
+        let there: HashSet<&str> = response
+            .resources
+            .iter()
+            .map(|resource| &*resource.name)
+            .collect();
+        let here = self.versions.get(url).into_iter().flatten();
+        here.map(|(name, _)| name)
+            .filter(|name| !there.contains(name.as_str()))
+            .cloned()
+            .collect()
     }
 
     /// Whether every type has been taken whole once.
@@ -133,14 +173,20 @@ fn decode(url: &'static str, response: DeltaDiscoveryResponse, strings: &mut Str
             None => Err("it is empty".to_owned()).into(),
         };
         // At once: what is freed here is used by the next one, and not left between those that stay.
-        taken.updates.extend(decoded.update.map(|mut update| {
+        let update = decoded.update.map(|mut update| {
             update.share(strings);
             update
-        }));
-        match decoded.problem {
-            None => taken.good.push((resource.name, resource.version)),
-            Some(problem) => taken.problems.push(format!("{}: {problem}", resource.name)),
+        });
+        if let Some(problem) = decoded.problem {
+            taken.problems.push(format!("{}: {problem}", resource.name));
+            if update.is_some() {
+                // The control plane must know of it, or it would not tell that it is gone.
+                taken.partly.push(resource.name);
+            }
+        } else {
+            taken.good.push((resource.name, resource.version));
         }
+        taken.updates.extend(update);
     }
     // After what is new, so that what moves from one name to another is never gone.
     for name in response.removed_resources {
@@ -153,6 +199,11 @@ fn decode(url: &'static str, response: DeltaDiscoveryResponse, strings: &mut Str
         }
     }
     taken
+}
+
+/// Bytes of an entry in a map of texts: two keys and lengths of no more than three bytes, and those of the entry.
+fn entry_bytes(name: &str, version: &str) -> usize {
+    name.len() + version.len() + 12
 }
 
 fn explanation(problems: &[String]) -> String {

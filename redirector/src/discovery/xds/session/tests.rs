@@ -32,7 +32,7 @@ fn response(url: &str, nonce: &str, resources: Vec<Resource>, removed: &[&str]) 
     }
 }
 
-fn known(session: &Session, url: &str) -> Vec<(String, String)> {
+fn known(session: &mut Session, url: &str) -> Vec<(String, String)> {
     let first = session
         .first_requests()
         .find(|request| request.type_url == url)
@@ -72,12 +72,12 @@ async fn good_resources_are_acknowledged_and_told_at_the_next_connection() {
             .map(|(name, version)| ((*name).to_owned(), (*version).to_owned()))
             .collect()
     };
-    assert_eq!(known(&session, ADDRESS), versions(&[("s", "2"), ("w", "1")]));
+    assert_eq!(known(&mut session, ADDRESS), versions(&[("s", "2"), ("w", "1")]));
     let (_, updates) = session
         .take(response(ADDRESS, "n3", vec![], &["w", "never"]))
         .await;
     assert_eq!(updates[0], Update::RemoveAddress("w".into()));
-    assert_eq!(known(&session, ADDRESS), versions(&[("s", "2")]));
+    assert_eq!(known(&mut session, ADDRESS), versions(&[("s", "2")]));
 }
 
 #[tokio::test]
@@ -112,7 +112,7 @@ async fn bad_resources_are_told_each_with_its_reason_and_the_good_ones_beside_th
         [Update::Service(_), Update::RemoveAddress(_)]
     ));
     // Of what was refused the version before is told, so that it is sent again.
-    let names: Vec<_> = known(&session, ADDRESS);
+    let names: Vec<_> = known(&mut session, ADDRESS);
     assert_eq!(
         names,
         [
@@ -169,4 +169,70 @@ async fn very_many_resources_are_taken_and_very_many_problems_told_in_short() {
         "{message}"
     );
     assert!(answer.encoded_len() < 2 * MAX_EXPLANATION);
+}
+
+/// Policy shop/p: a rule with a clause with a match whose extension is "new".
+const UNKNOWN_CONDITION: &[u8] = b"\x0a\x01p\x12\x04shop\x2a\x0b\x0a\x09\x12\x07\x6a\x05\x0a\x03new";
+
+#[tokio::test]
+async fn what_counts_in_part_is_told_without_its_version() {
+    let mut session = session();
+    let partly = vec![resource(AUTHORIZATION, "shop/p", "7", UNKNOWN_CONDITION)];
+    let (answer, updates) = session.take(response(AUTHORIZATION, "n", partly, &[])).await;
+    assert!(answer.error_detail.is_some());
+    assert!(matches!(&*updates, [Update::Policy(_)]));
+    // So that it comes again, and its removal is told.
+    let told = ("shop/p".to_owned(), String::new());
+    assert_eq!(known(&mut session, AUTHORIZATION), [told]);
+}
+
+#[tokio::test]
+async fn of_more_than_can_be_told_the_first_response_is_everything() {
+    let mut session = session();
+    let name = |number: usize| format!("Kubernetes//Pod/namespace/deployment-5d4f8c7b9d-{number:06}");
+    let resources = |numbers: std::ops::Range<usize>| {
+        let make = |number| resource(ADDRESS, &name(number), "2026-12-02/1", WORKLOAD);
+        numbers.map(make).collect::<Vec<_>>()
+    };
+    let count = MAX_VERSIONS / 60;
+    session
+        .take(response(ADDRESS, "n", resources(0..count), &[]))
+        .await;
+    for request in session.first_requests() {
+        assert!(request.encoded_len() < 4 << 20);
+        assert!(request.initial_resource_versions.is_empty());
+    }
+    let mut again = resources(0..count - 3);
+    // What is there and cannot be understood is not gone.
+    again.push(resource(ADDRESS, &name(count - 3), "2", &[0xff]));
+    let (answer, updates) = session.take(response(ADDRESS, "n", again, &[])).await;
+    assert_eq!(answer.error_detail.unwrap().message.matches(": ").count(), 2);
+    let gone: Vec<_> = updates
+        .into_iter()
+        .filter(|update| !matches!(update, Update::Workload(_)))
+        .collect();
+    let expected = [count - 2, count - 1].map(|number| Update::RemoveAddress(name(number).into()));
+    assert_eq!(gone, expected);
+    // The next one is a change like any other.
+    let (_, updates) = session.take(response(ADDRESS, "n", resources(0..1), &[])).await;
+    assert_eq!(updates.len(), 1);
+}
+
+#[tokio::test]
+async fn as_much_as_can_be_told_is_told() {
+    let mut session = session();
+    let make = |number| resource(ADDRESS, &format!("w-{number}"), "1", WORKLOAD);
+    session
+        .take(response(ADDRESS, "n", (0..1000).map(make).collect(), &[]))
+        .await;
+    assert_eq!(known(&mut session, ADDRESS).len(), 1000);
+    let (_, updates) = session.take(response(ADDRESS, "n", vec![], &[])).await;
+    assert_eq!(updates, []);
+    // No entry is longer than it is taken for.
+    let long = ("n".repeat(2000), "v".repeat(100));
+    let request = DeltaDiscoveryRequest {
+        initial_resource_versions: [long.clone()].into(),
+        ..DeltaDiscoveryRequest::default()
+    };
+    assert!(request.encoded_len() <= entry_bytes(&long.0, &long.1));
 }
