@@ -242,6 +242,7 @@ struct Current {
     credentials: Arc<Credentials>,
     server: Arc<ServerConfig>,
     roots: Vec<CertificateDer<'static>>,
+    not_before: SystemTime,
     not_after: SystemTime,
 }
 
@@ -267,6 +268,7 @@ impl Keeper {
                 match taken {
                     Ok(current) => {
                         backoff = first;
+                        self.wait_for_begin(&current).await;
                         self.replace(current);
                     }
                     Err(error) => self.keep(error),
@@ -292,8 +294,31 @@ impl Keeper {
             credentials: Arc::new(credentials),
             server,
             roots: svid.roots.clone(),
+            not_before: svid.not_before,
             not_after: svid.not_after,
         })
+    }
+
+    /// One that begins later, since its maker's clock is ahead, takes the place of a good one when its time has come: peers would
+    /// refuse it before.
+    async fn wait_for_begin(&self, next: &Current) {
+        let now = (self.clock)();
+        let Ok(ahead) = next.not_before.duration_since(now) else {
+            return;
+        };
+        let left = {
+            let state = self.state.borrow();
+            let left = state
+                .current
+                .as_ref()
+                .map(|current| current.not_after.duration_since(now));
+            left.and_then(Result::ok).unwrap_or_default()
+        };
+        let wait = ahead.min(left);
+        if !wait.is_zero() {
+            tracing::warn!(id = %self.id, ?ahead, "a new certificate begins later: a clock is wrong, here or where it was made");
+            tokio::time::sleep(wait).await;
+        }
     }
 
     fn replace(&self, current: Current) {

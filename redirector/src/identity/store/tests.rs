@@ -327,3 +327,29 @@ async fn states_say_what_there_is_and_why_there_is_nothing_newer() {
     *world.later.lock().unwrap() = Duration::from_secs(4000);
     assert_eq!(state(), ("Unavailable: asking the CA: down".into(), 0, 0, None));
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_certificate_that_begins_later_replaces_a_good_one_when_its_time_has_come() {
+    let world = World::new();
+    let answers = world.source.stream();
+    let held = world.store.hold(&id("web"));
+    let ahead = Duration::from_secs(120);
+    let later = || {
+        let mut svid = world.ca.svid(&id("web"));
+        svid.not_before = SystemTime::now() + ahead;
+        svid.not_after = SystemTime::now() + 2 * ahead;
+        svid
+    };
+    // The first one is taken as it is: there is nothing better.
+    answers.send(Ok(later())).await.unwrap();
+    let first = held.server_config().await.unwrap();
+    answers.send(Ok(world.ca.svid(&id("web")))).await.unwrap();
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    let good = held.server_config().await.unwrap();
+    assert!(!Arc::ptr_eq(&first, &good));
+    answers.send(Ok(later())).await.unwrap();
+    tokio::time::sleep(ahead - Duration::from_secs(10)).await;
+    assert!(Arc::ptr_eq(&good, &held.server_config().await.unwrap()));
+    tokio::time::sleep(Duration::from_secs(20)).await;
+    assert!(!Arc::ptr_eq(&good, &held.server_config().await.unwrap()));
+}
