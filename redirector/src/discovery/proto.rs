@@ -108,7 +108,7 @@ fn workload(raw: proto::Workload) -> Result<Workload, String> {
     let services = raw
         .services
         .into_iter()
-        .map(|(name, ports)| Ok((host(&name)?, port_map(&ports.ports)?)));
+        .map(|(name, ports)| Ok((host(&name)?, Arc::new(port_map(&ports.ports)?))));
     Ok(Workload {
         uid: WorkloadUid(raw.uid.into()),
         name: raw.name.into(),

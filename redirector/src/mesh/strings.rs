@@ -1,38 +1,59 @@
 //! Texts that come again with most workloads, such as names of namespaces and nodes, are held once.
 
-use std::{collections::HashSet, sync::Arc};
+use std::{collections::HashSet, hash::Hash, sync::Arc};
 
 use litemap::LiteMap;
 
-use super::{service::Service, workload::Workload};
+use super::{
+    service::Service,
+    workload::{Ports, Workload},
+};
 
 /// Fewer than these are not worth looking through.
 const FEW: usize = 1024;
 
-/// The texts that are in use, as far as they were shared.
+/// What is in use, as far as it was shared.
 #[derive(Debug, Default)]
 pub struct Strings {
-    known: HashSet<Arc<str>>,
+    texts: Known<str>,
+    /// The endpoints of a service have the same, as a rule.
+    ports: Known<Ports>,
+}
+
+#[derive(Debug)]
+struct Known<T: ?Sized> {
+    values: HashSet<Arc<T>>,
     /// How many were in use when it was last looked through.
     in_use: usize,
 }
 
-impl Strings {
-    /// Puts the one that is known in the place of an equal text.
-    fn share(&mut self, text: &mut Arc<str>) {
-        match self.known.get(text) {
-            Some(known) => *text = Arc::clone(known),
-            None => {
-                self.known.insert(Arc::clone(text));
-            }
-        }
-        // Looked through when it has doubled: the cost for each text stays the same, however many come and go.
-        if self.known.len() > 2 * self.in_use.max(FEW) {
-            self.known.retain(|text| Arc::strong_count(text) > 1);
-            self.in_use = self.known.len();
+impl<T: ?Sized> Default for Known<T> {
+    fn default() -> Self {
+        Self {
+            values: HashSet::new(),
+            in_use: 0,
         }
     }
+}
 
+impl<T: ?Sized + Eq + Hash> Known<T> {
+    /// Puts the one that is known in the place of an equal value.
+    fn share(&mut self, value: &mut Arc<T>) {
+        match self.values.get(value) {
+            Some(known) => *value = Arc::clone(known),
+            None => {
+                self.values.insert(Arc::clone(value));
+            }
+        }
+        // Looked through when it has doubled: the cost for each value stays the same, however many come and go.
+        if self.values.len() > 2 * self.in_use.max(FEW) {
+            self.values.retain(|value| Arc::strong_count(value) > 1);
+            self.in_use = self.values.len();
+        }
+    }
+}
+
+impl Strings {
     /// Lets a workload share what others have too: all but what is its own.
     pub fn share_workload(&mut self, workload: &mut Workload) {
         let locality = &mut workload.locality;
@@ -50,32 +71,30 @@ impl Strings {
             &mut workload.canonical_revision,
             &mut workload.workload_name,
         ] {
-            self.share(text);
+            self.texts.share(text);
         }
         // Equal texts keep their order, and nothing is kept for more that could come.
         let mut services = std::mem::take(&mut workload.services).into_tuple_vec();
         services.shrink_to_fit();
         for (host, ports) in &mut services {
-            self.share(&mut host.namespace);
-            self.share(&mut host.hostname);
-            let mut list = std::mem::take(ports).into_tuple_vec();
-            list.shrink_to_fit();
-            *ports = LiteMap::from_sorted_store_unchecked(list);
+            self.texts.share(&mut host.namespace);
+            self.texts.share(&mut host.hostname);
+            self.ports.share(ports);
         }
         workload.services = LiteMap::from_sorted_store_unchecked(services);
         workload.addresses.shrink_to_fit();
         for policy in &mut workload.authorization_policies {
-            self.share(&mut policy.namespace);
-            self.share(&mut policy.name);
+            self.texts.share(&mut policy.namespace);
+            self.texts.share(&mut policy.name);
         }
     }
 
     /// The same for a service; its host name is what its endpoints know it by.
     pub fn share_service(&mut self, service: &mut Service) {
-        self.share(&mut service.host.namespace);
-        self.share(&mut service.host.hostname);
+        self.texts.share(&mut service.host.namespace);
+        self.texts.share(&mut service.host.hostname);
         for vip in &mut service.vips {
-            self.share(&mut vip.network);
+            self.texts.share(&mut vip.network);
         }
     }
 }
@@ -99,19 +118,21 @@ mod tests {
         let host = |workload: &Workload| workload.services.keys().next().unwrap().hostname.clone();
         assert!(Arc::ptr_eq(&host(&first), &host(&second)));
         assert!(Arc::ptr_eq(&host(&first), &cart.host.hostname));
+        let ports = |workload: &Workload| workload.services.values().next().unwrap().clone();
+        assert!(Arc::ptr_eq(&ports(&first), &ports(&second)));
     }
 
     #[test]
     fn what_nobody_uses_is_let_go() {
         let mut strings = Strings::default();
         for number in 0..20_000 {
-            strings.share(&mut number.to_string().into());
+            strings.texts.share(&mut number.to_string().into());
         }
-        assert!(strings.known.len() <= 2 * FEW);
+        assert!(strings.texts.values.len() <= 2 * FEW);
         let mut kept: Vec<Arc<str>> = (0..5000).map(|number| number.to_string().into()).collect();
-        kept.iter_mut().for_each(|text| strings.share(text));
+        kept.iter_mut().for_each(|text| strings.texts.share(text));
         let mut again: Arc<str> = "4999".into();
-        strings.share(&mut again);
+        strings.texts.share(&mut again);
         assert!(Arc::ptr_eq(&again, &kept[4999]));
     }
 }

@@ -67,7 +67,7 @@ pub(crate) fn workload(name: &str, address: &str) -> Workload {
         application_tunnel: None,
         healthy: true,
         capacity: 1,
-        services: LiteMap::from_iter([(host("cart"), LiteMap::from_iter([(80, 8080)]))]),
+        services: LiteMap::from_iter([(host("cart"), Arc::new(LiteMap::from_iter([(80, 8080)])))]),
         canonical_name: Arc::default(),
         canonical_revision: Arc::default(),
         workload_name: Arc::default(),

@@ -95,6 +95,9 @@ pub struct ApplicationTunnel {
     pub port: Option<u16>,
 }
 
+/// Service port to target port.
+pub type Ports = LiteMap<u16, u16>;
+
 /// Where a node is; empty parts are not told.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Locality {
@@ -146,7 +149,7 @@ pub struct Workload {
     /// Weight in load balancing; 0 is never chosen.
     pub capacity: u32,
     /// The services it is an endpoint of, with service port to target port.
-    pub services: LiteMap<NamespacedHostname, LiteMap<u16, u16>>,
+    pub services: LiteMap<NamespacedHostname, Arc<Ports>>,
     /// Canonical name, for labels.
     pub canonical_name: Arc<str>,
     /// Canonical revision, for labels.

@@ -250,7 +250,7 @@ fn workload(number: u32, sizes: Sizes) -> Workload {
     let (own, other) = (number % sizes.services, (number + NAMESPACES) % sizes.services);
     let namespace = namespace(own);
     let name = format!("service-{own:05}-5d4f8c7b9d-{number:05x}");
-    let ports = || [(80, 8080), (443, 8443)].into_iter().collect();
+    let ports = || Arc::new([(80, 8080), (443, 8443)].into_iter().collect());
     let app: Arc<str> = format!("service-{own:05}").into();
     Workload {
         uid: WorkloadUid(format!("Kubernetes//Pod/{namespace}/{name}").into()),

@@ -3,7 +3,7 @@
 //! It is ztunnel's (`LocalConfig`), with the same keys and spellings; an unknown key is an error. What would be obeyed there
 //! and is not here is refused, since to ignore it would send traffic past a policy or a waypoint.
 
-use std::{net::IpAddr, num::NonZeroU16};
+use std::{net::IpAddr, num::NonZeroU16, sync::Arc};
 
 use redirector_common::consts::PORT_HBONE;
 use serde::{Deserialize, Deserializer};
@@ -327,7 +327,7 @@ impl Object for Workload {
             healthy: raw.status == Status::Healthy,
             capacity: raw.capacity,
             services: services
-                .map(|(host, ports)| (host.0, ports.into_ports(NonZeroU16::get)))
+                .map(|(host, ports)| (host.0, Arc::new(ports.into_ports(NonZeroU16::get))))
                 .collect(),
             canonical_name: raw.canonical_name.into(),
             canonical_revision: raw.canonical_revision.into(),

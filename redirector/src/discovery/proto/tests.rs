@@ -67,7 +67,7 @@ fn every_field_of_a_workload_is_read() {
         }),
         healthy: false,
         capacity: 7,
-        services: LiteMap::from_iter([(host("cart"), LiteMap::from_iter([(80, 8080), (443, 0)]))]),
+        services: LiteMap::from_iter([(host("cart"), Arc::new(LiteMap::from_iter([(80, 8080), (443, 0)])))]),
         canonical_name: "web".into(),
         canonical_revision: "v1".into(),
         workload_name: "web".into(),

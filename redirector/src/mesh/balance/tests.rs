@@ -63,12 +63,13 @@ fn ports_come_from_the_endpoint_then_from_the_service() {
     let mut cart = service("cart", "10.96.0.1");
     let unmapped = with("a", "10.0.0.1", |w| {
         *w = Workload {
-            services: LiteMap::from_iter([(host("cart"), LiteMap::new())]),
+            services: LiteMap::from_iter([(host("cart"), Arc::default())]),
             ..w.clone()
         }
     });
     let mapped = with("b", "10.0.0.2", |w| {
-        w.services.insert(host("cart"), LiteMap::from_iter([(80, 9090)]));
+        w.services
+            .insert(host("cart"), Arc::new(LiteMap::from_iter([(80, 9090)])));
     });
     assert_eq!(target(chosen(vec![mapped.clone()], &cart, VIP)), "10.0.0.2:9090");
     assert_eq!(
@@ -315,7 +316,7 @@ fn an_application_tunnel_needs_no_mapping_and_a_waypoint_with_one_no_service_por
     };
     let with_tunnel = |port| {
         with("a", "10.0.0.1", |w| {
-            w.services.insert(host("cart"), LiteMap::new());
+            w.services.insert(host("cart"), Arc::default());
             w.application_tunnel = port;
         })
     };

@@ -328,7 +328,7 @@ fn update() -> impl Strategy<Value = Update> {
         }
         made.services = services
             .into_iter()
-            .map(|name| (host(name), LiteMap::from_iter([(80, 8080)])))
+            .map(|name| (host(name), Arc::new(LiteMap::from_iter([(80, 8080)]))))
             .collect();
         Update::Workload(Arc::new(made))
     });

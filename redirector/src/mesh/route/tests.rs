@@ -169,7 +169,7 @@ fn calls_to_the_proxy_s_own_ports_are_refused() {
         .change("web", |web| {
             web.protocol = Protocol::Tcp;
             web.services
-                .insert(host("cart"), LiteMap::from_iter([(80, 15001)]));
+                .insert(host("cart"), Arc::new(LiteMap::from_iter([(80, 15001)])));
         });
     for (world, destination, refused) in [
         (&World::new(), "127.0.0.1:15001", "127.0.0.1:15001"),

@@ -101,8 +101,10 @@ fn a_stranger_s_text_is_cut_in_errors() {
 #[test]
 fn a_service_port_of_the_proxy_s_numbers_is_only_refused_after_translation() {
     let world = World::new().change("a", |a| {
-        a.services
-            .insert(host("cart"), LiteMap::from_iter([(15008, 8080), (80, 15008)]));
+        a.services.insert(
+            host("cart"),
+            Arc::new(LiteMap::from_iter([(15008, 8080), (80, 15008)])),
+        );
     });
     let upstream = world.inbound("cart.shop.svc.cluster.local:15008").unwrap();
     assert_eq!((upstream.port, upstream.proxied), (8080, None));
@@ -143,7 +145,7 @@ fn a_waypoint_is_asked_for_what_is_behind_it_and_for_nothing_else() {
         let world = || {
             let mut world = World::new()
                 .change("a", |a| {
-                    a.services = LiteMap::from_iter([(ways.host.clone(), LiteMap::new())]);
+                    a.services = LiteMap::from_iter([(ways.host.clone(), Arc::default())]);
                     a.hostname = host("a-itself").hostname;
                 })
                 .change_service(|cart| {

@@ -9,7 +9,7 @@ fn world() -> World {
     let mut world = World::new().with("way", "10.0.0.5").change("way", |way| {
         for name in ["ways", "hidden-ways"] {
             way.services
-                .insert(host(name), LiteMap::from_iter([(15008, 15008)]));
+                .insert(host(name), Arc::new(LiteMap::from_iter([(15008, 15008)])));
         }
         way.hostname = "way.example.org".into();
     });
@@ -151,14 +151,14 @@ fn a_waypoint_reaches_what_is_behind_itself() {
         (through, (|_| {}) as fn(&mut Workload)),
         (through, |web| web.addresses = vec![ip("10.0.0.5")]),
         (direct, |web| {
-            web.services.insert(host("ways"), LiteMap::new());
+            web.services.insert(host("ways"), Arc::default());
         }),
     ] {
         assert_eq!(text(world(change).outbound("10.0.0.2:80")), expected);
     }
     // Its services' traffic goes through it like everybody's.
     let own = world(|web| {
-        web.services.insert(host("ways"), LiteMap::new());
+        web.services.insert(host("ways"), Arc::default());
     })
     .change("way", |way| way.services.clear())
     .change_service(|cart| cart.waypoint = Some(waypoint_at("10.96.0.9")));
