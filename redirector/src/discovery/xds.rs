@@ -115,7 +115,7 @@ impl Client {
             }
             let is_ordinary = answered && end.is_ordinary();
             let pause = backoff.after(begun.elapsed(), is_ordinary);
-            // Half of it at random: agents that lost one control plane don't find the next one at one instant.
+            // By half less or more: agents that lost one control plane don't find the next one at one instant.
             let pause = pause.mul_f64(rand::rng().random_range(0.5..1.5));
             let address = self.channel.address();
             let error: &dyn std::error::Error = &end;

@@ -40,12 +40,28 @@ fn policy(bytes: &[u8]) -> Result<(Policy, Vec<String>), String> {
     if raw.name.is_empty() {
         return Err("the policy has no name".to_owned());
     }
-    let action = match known("action", raw.action)? {
-        proto::Action::Allow => Action::Allow,
-        proto::Action::Deny => Action::Deny,
-    };
     let mut problems = Vec::new();
     let mut rules = Vec::new();
+    let action = match known("action", raw.action) {
+        Ok(proto::Action::Allow) => Action::Allow,
+        Ok(proto::Action::Deny) => Action::Deny,
+        Err(problem) => {
+            problems.push(format!("{problem}; it denies everybody until it is understood"));
+            rules.push(Rule::new());
+            Action::Deny
+        }
+    };
+    let scope = match known("scope", raw.scope) {
+        Ok(proto::Scope::Global) => Scope::Global,
+        Ok(proto::Scope::Namespace) => Scope::Namespace,
+        Ok(proto::Scope::WorkloadSelector) => Scope::WorkloadSelector,
+        Err(problem) => {
+            problems.push(format!(
+                "{problem}; it is for its whole namespace until it is understood"
+            ));
+            Scope::Namespace
+        }
+    };
     for (at, raw) in raw.rules.iter().enumerate() {
         match rule(raw) {
             Ok(rule) => rules.push(rule),
@@ -67,11 +83,7 @@ fn policy(bytes: &[u8]) -> Result<(Policy, Vec<String>), String> {
             namespace: raw.namespace.into(),
             name: raw.name.into(),
         },
-        scope: match known("scope", raw.scope)? {
-            proto::Scope::Global => Scope::Global,
-            proto::Scope::Namespace => Scope::Namespace,
-            proto::Scope::WorkloadSelector => Scope::WorkloadSelector,
-        },
+        scope,
         action,
         dry_run: raw.dry_run,
         rules,

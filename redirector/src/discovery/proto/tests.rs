@@ -448,3 +448,35 @@ proptest! {
         prop_assert!(decoded.update.is_some() || decoded.problem.is_some());
     }
 }
+
+#[test]
+fn a_policy_of_an_unknown_kind_errs_to_the_side_of_refusing() {
+    let read = |change: &dyn Fn(&mut proto::Authorization)| {
+        let mut raw = proto::Authorization {
+            name: "p".into(),
+            namespace: "shop".into(),
+            ..proto::Authorization::default()
+        };
+        change(&mut raw);
+        let decoded = decode(AUTHORIZATION, &raw.encode_to_vec());
+        let Some(Update::Policy(policy)) = decoded.update else {
+            panic!("a policy");
+        };
+        (policy, decoded.problem.unwrap())
+    };
+    let (policy, problem) = read(&|raw| raw.action = 7);
+    assert!(
+        problem.contains("action: 7 is not known; it denies everybody"),
+        "{problem}"
+    );
+    assert_eq!((policy.action, &policy.rules), (Action::Deny, &vec![vec![]]));
+    let (policy, problem) = read(&|raw| raw.scope = 9);
+    assert!(
+        problem.contains("scope: 9 is not known; it is for its whole namespace"),
+        "{problem}"
+    );
+    assert_eq!(
+        (policy.scope, policy.action),
+        (PolicyScope::Namespace, Action::Allow)
+    );
+}
