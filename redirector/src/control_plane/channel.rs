@@ -107,7 +107,13 @@ impl Config {
                 let config = tls::client_config(self, roots)?;
                 let (host, _) = host_and_port(uri);
                 let name = ServerName::try_from(host.to_owned()).map_err(|_| Error::Name(host.to_owned()))?;
-                endpoint(uri).connect_with_connector_lazy(service_fn(move |uri| {
+                // Told as http to the library, which else wants to do TLS itself where another crate has switched its TLS on.
+                let plain = Uri::builder().scheme("http").path_and_query("/");
+                let authority = uri.authority().cloned();
+                let plain = authority.and_then(|authority| plain.authority(authority).build().ok());
+                let plain = plain.ok_or_else(|| Error::Name(host.to_owned()))?;
+                let endpoint = endpoint(&plain).origin(uri.clone());
+                endpoint.connect_with_connector_lazy(service_fn(move |uri| {
                     in_time(tls_stream(uri, Arc::clone(&config), name.clone()))
                 }))
             }
