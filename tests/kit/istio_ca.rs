@@ -29,8 +29,6 @@ pub enum Mood {
     Good,
     /// It refuses, with this text.
     Refusing(String),
-    /// It never answers.
-    Silent,
     /// Its certificates are for this identity.
     For(String),
     /// Its certificates have another key.
@@ -107,11 +105,6 @@ impl IstioCa {
         self.shared.state().mood = mood;
     }
 
-    /// How long certificates live, from now on.
-    pub fn set_lifetime(&self, lifetime: Duration) {
-        self.shared.state().lifetime = lifetime;
-    }
-
     /// The identities it was asked for, and for how many seconds.
     pub fn asked(&self) -> Vec<(String, i64)> {
         self.shared.state().asked.clone()
@@ -172,7 +165,6 @@ impl IstioCertificateService for Handler {
         };
         match mood {
             Mood::Refusing(text) => Err(Status::permission_denied(text)),
-            Mood::Silent => std::future::pending().await,
             Mood::Garbage => Ok(answer(vec!["garbage".into(), "garbage".into()])),
             mood => {
                 let csr = CertificateSigningRequestParams::from_pem(&request.csr);
