@@ -31,6 +31,7 @@ use crate::{
     config::{Config, MeshSource, PodSource, planes::Certificates, values::Redirect},
     discovery::{
         self,
+        demand::Demand,
         file::{self, FileSource},
         state::State,
         xds,
@@ -180,7 +181,8 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
     let serving = CancellationToken::new();
     let mut tasks = JoinSet::new();
     let mut registry = metrics::registry();
-    let (mesh, synced) = start_mesh(&config, &mut registry, &mut tasks, &serving)?;
+    let demand = config.xds_on_demand.then(Demand::default);
+    let (mesh, synced) = start_mesh(&config, demand.clone(), &mut registry, &mut tasks, &serving)?;
     let identities = Store::new(certificates(&config)?);
     let prepared = {
         let config = config.clone();
@@ -215,6 +217,7 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
         config: config.proxy(),
         metrics: proxy_metrics(&mut registry),
         residents: proxy::Residents::default(),
+        demand,
     });
     let pod_metrics = status::Metrics::default();
     pod_metrics.register(&mut registry);
@@ -403,6 +406,7 @@ fn lock(path: &Path, flag: &'static str) -> Result<DirectoryLock, Error> {
 /// The mesh as it is now, and the tasks that follow it; and whether the control plane's part is here.
 fn start_mesh(
     config: &Config,
+    demand: Option<Demand>,
     registry: &mut Registry,
     tasks: &mut JoinSet<()>,
     stop: &CancellationToken,
@@ -435,7 +439,13 @@ fn start_mesh(
     };
     let metrics = Arc::new(xds::Metrics::default());
     metrics.register(registry);
-    let (client, synced) = xds::Client::new(plane.0.clone(), config.xds_identity.clone(), handle, metrics);
+    let (client, synced) = xds::Client::new(
+        plane.0.clone(),
+        config.xds_identity.clone(),
+        handle,
+        demand,
+        metrics,
+    );
     tasks.spawn(client.run(stop.clone()));
     Ok((receiver, synced))
 }

@@ -62,6 +62,8 @@ pub struct Config {
     /// What it is told of this agent.
     #[serde(skip)]
     pub xds_identity: xds::Identity,
+    /// It is asked for what is needed alone.
+    pub xds_on_demand: bool,
     /// Where certificates come from.
     pub certificates: Certificates,
     /// Directory of the development CA.
@@ -236,9 +238,11 @@ impl Config {
             environment,
         };
         let (xds, ca) = (xds.plane()?, ca.plane()?);
-        if s.xds_on_demand.unwrap_or(false) {
+        let xds_on_demand = s.xds_on_demand.unwrap_or(false);
+        if xds_on_demand && xds.is_none() {
             return setting(
-                "XDS_ON_DEMAND (--xds-on-demand): not supported; leave it out, and the whole mesh is fetched",
+                "XDS_ON_DEMAND (--xds-on-demand) is for a control plane, and there is none: give XDS_ADDRESS (--xds-address), or leave \
+                 it out",
             );
         }
         let node_name = s.node_name.unwrap_or_default();
@@ -289,6 +293,7 @@ impl Config {
             ca_dir: s.ca_dir.unwrap_or_else(|| state_dir.join("ca")),
             xds,
             xds_identity,
+            xds_on_demand,
             certificates: Certificates::choose(fake_ca, ca, s.cert_dir, s.spiffe_socket)?,
             state_dir,
             svid_ttl: s.svid_ttl.unwrap_or(Span(Duration::from_secs(24 * 3600))),

@@ -18,7 +18,7 @@ use crate::{
     node::{Family, Pod},
     proto::{
         discovery::{
-            DeltaDiscoveryRequest, DeltaDiscoveryResponse, Resource,
+            DeltaDiscoveryRequest, DeltaDiscoveryResponse,
             aggregated_discovery_service_server::{
                 AggregatedDiscoveryService, AggregatedDiscoveryServiceServer,
             },
@@ -28,6 +28,10 @@ use crate::{
     },
     wait,
 };
+
+mod subscription;
+
+use self::subscription::Subscription;
 
 /// Types.
 pub const ADDRESS: &str = "type.googleapis.com/istio.workload.Address";
@@ -218,7 +222,7 @@ impl AggregatedDiscoveryService for Handler {
         let connection = Connection {
             shared: self.0.clone(),
             responses,
-            told: BTreeMap::new(),
+            subscriptions: BTreeMap::new(),
         };
         tokio::spawn(connection.run(request.into_inner()));
         Ok(Response::new(Box::pin(ReceiverStream::new(outgoing))))
@@ -228,8 +232,8 @@ impl AggregatedDiscoveryService for Handler {
 struct Connection {
     shared: Arc<Shared>,
     responses: mpsc::Sender<Result<DeltaDiscoveryResponse, Status>>,
-    /// By subscribed type, the versions that the client has by name.
-    told: BTreeMap<String, BTreeMap<String, String>>,
+    /// By type.
+    subscriptions: BTreeMap<String, Subscription>,
 }
 
 impl Connection {
@@ -240,16 +244,17 @@ impl Connection {
                 request = requests.message() => {
                     let Ok(Some(request)) = request else { return };
                     self.shared.state().requests.push(request.clone());
-                    let is_first = request.response_nonce.is_empty();
-                    if is_first {
-                        let known = request.initial_resource_versions.into_iter().collect();
-                        self.told.insert(request.type_url.clone(), known);
+                    if !request.response_nonce.is_empty() {
+                        continue;
                     }
-                    is_first.then_some(request.type_url)
+                    let type_url = request.type_url.clone();
+                    let is_first = !self.subscriptions.contains_key(&type_url);
+                    self.subscriptions.entry(type_url.clone()).or_default().take(is_first, request);
+                    is_first.then_some(type_url)
                 }
                 _ = changed.changed() => None,
             };
-            for type_url in self.told.keys().cloned().collect::<Vec<_>>() {
+            for type_url in self.subscriptions.keys().cloned().collect::<Vec<_>>() {
                 let is_first = first_of.as_ref() == Some(&type_url);
                 let Some(response) = self.response(&type_url, is_first) else {
                     continue;
@@ -264,28 +269,17 @@ impl Connection {
     /// What the client lacks of a type; the first response comes even if that is nothing.
     fn response(&mut self, type_url: &str, is_first: bool) -> Option<DeltaDiscoveryResponse> {
         let state = self.shared.state();
-        let told = self.told.get_mut(type_url)?;
-        let mut response = DeltaDiscoveryResponse {
+        let subscription = self.subscriptions.get_mut(type_url)?;
+        let of_type = state.resources.iter().filter(|((url, _), _)| url == type_url);
+        let of_type = of_type.map(|((_, name), value)| (name, value)).collect();
+        let (resources, removed_resources) = subscription.lack(&of_type);
+        let response = DeltaDiscoveryResponse {
             type_url: type_url.to_owned(),
             nonce: state.version.to_string(),
+            resources,
+            removed_resources,
             ..DeltaDiscoveryResponse::default()
         };
-        let of_type = state.resources.iter().filter(|((url, _), _)| url == type_url);
-        for ((_, name), (version, any)) in of_type {
-            if told.insert(name.clone(), version.to_string()).as_ref() != Some(&version.to_string()) {
-                response.resources.push(Resource {
-                    name: name.clone(),
-                    version: version.to_string(),
-                    resource: Some(any.clone()),
-                    aliases: vec![],
-                });
-            }
-        }
-        let is_gone = |name: &String| !state.resources.contains_key(&(type_url.to_owned(), name.clone()));
-        response.removed_resources = told.keys().filter(|name| is_gone(name)).cloned().collect();
-        for name in &response.removed_resources {
-            told.remove(name);
-        }
         let is_empty = response.resources.is_empty() && response.removed_resources.is_empty();
         (is_first || !is_empty).then_some(response)
     }

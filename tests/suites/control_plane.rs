@@ -27,6 +27,9 @@ use redirector_tests::{
     workloads::Workloads,
 };
 
+#[path = "control_plane/on_demand.rs"]
+mod on_demand;
+
 /// Certificates that live no longer than this make a test of their end bearable.
 const SHORT_LIFE: Duration = Duration::from_secs(10);
 const LONG_LIFE: Duration = Duration::from_secs(24 * 3600);
@@ -48,6 +51,14 @@ fn main() -> ExitCode {
         case(
             "a_hundred_thousand_workloads_come_in_one_message",
             a_hundred_thousand_workloads_come_in_one_message,
+        ),
+        case(
+            "only_what_is_called_is_asked_for",
+            on_demand::only_what_is_called_is_asked_for,
+        ),
+        case(
+            "a_service_comes_with_its_endpoints",
+            on_demand::a_service_comes_with_its_endpoints,
         ),
         case(
             "certificates_come_from_the_authority",
@@ -150,6 +161,19 @@ impl Demo {
         errors.next().cloned().unwrap_or_default()
     }
 
+    /// Waits until the log gives this as a reason.
+    fn tells(&self, reason: &str) {
+        wait::until(reason, || self.agent.log().contains(reason).then_some(()));
+    }
+
+    /// How many workloads the agent knows.
+    fn workloads(&self) -> usize {
+        let admin = (std::net::Ipv4Addr::LOCALHOST, 15000).into();
+        let (_, dump) = app::http_get(&self.node.host.ns, admin, "/config_dump").unwrap();
+        let dump: serde_json::Value = serde_json::from_str(&dump).unwrap();
+        usize::try_from(dump["workloads"].as_u64().unwrap()).unwrap()
+    }
+
     fn readiness(&self) -> u16 {
         let readiness = (std::net::Ipv4Addr::LOCALHOST, 15021).into();
         app::http_get(&self.node.host.ns, readiness, "/healthz/ready")
@@ -180,6 +204,34 @@ fn open(demo: &Demo, family: Family) -> TcpStream {
 fn echoes(mut stream: &TcpStream) -> std::io::Result<()> {
     stream.write_all(b"ping")?;
     stream.read_exact(&mut [0; 4])
+}
+
+/// The address of a service.
+const VIP: [u8; 4] = [10, 96, 0, 1];
+
+/// A pod as the endpoint of service `demo/echo.demo.svc.cluster.local`, and that service: its port 80 at [`VIP`].
+fn behind_service(pod: &Pod) -> (proto::Workload, proto::Service) {
+    let hostname = "echo.demo.svc.cluster.local";
+    let ports = vec![proto::Port {
+        service_port: 80,
+        target_port: PORT.into(),
+        app_protocol: 0,
+    }];
+    let service = proto::Service {
+        name: "echo".into(),
+        namespace: "demo".into(),
+        hostname: hostname.into(),
+        addresses: vec![proto::NetworkAddress {
+            address: VIP.to_vec(),
+            ..Default::default()
+        }],
+        ports: ports.clone(),
+        ..Default::default()
+    };
+    let mut endpoint = workload(pod);
+    let list = proto::PortList { ports };
+    endpoint.services.insert(format!("demo/{hostname}"), list);
+    (endpoint, service)
 }
 
 fn deny(namespace: &str) -> security::Authorization {
@@ -230,36 +282,15 @@ fn the_mesh_is_as_the_control_plane_says() {
 
     let _echo = demo.serve(Family::V4, app::echo);
     // A workload before its service, and a service by its address.
-    let vip = [10, 96, 0, 1];
-    let ports = vec![proto::Port {
-        service_port: 80,
-        target_port: PORT.into(),
-        app_protocol: 0,
-    }];
-    let service = proto::Service {
-        name: "echo".into(),
-        namespace: "demo".into(),
-        hostname: "echo.demo.svc.cluster.local".into(),
-        addresses: vec![proto::NetworkAddress {
-            address: vip.to_vec(),
-            ..Default::default()
-        }],
-        ports: ports.clone(),
-        ..Default::default()
-    };
+    let (server, service) = behind_service(&demo.server);
     ads.edit(|edit| {
-        let mut server = workload(&demo.server);
-        let list = proto::PortList { ports };
-        server
-            .services
-            .insert("demo/echo.demo.svc.cluster.local".into(), list);
         edit.workload(server);
         edit.workload(workload(&demo.client));
     });
     assert_eq!(ads.answered(ADDRESS), None);
     ads.edit(|edit| edit.service(service));
     assert_eq!(ads.answered(ADDRESS), None);
-    let at_service = || app::ask(&demo.client.ns, (vip, 80).into(), "hello\n").ok();
+    let at_service = || app::ask(&demo.client.ns, (VIP, 80).into(), "hello\n").ok();
     assert_eq!(wait::until("the service", at_service), "hello\n");
     let capture = demo.node.capture(&demo.server);
     let stream = open(&demo, Family::V4);

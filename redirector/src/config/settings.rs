@@ -89,7 +89,7 @@ settings! {
         xds_root_ca: String, ["XDS_ROOT_CA"];
     "Name that the control plane may have beside the one in its address"
         alt_xds_hostname: String, ["ALT_XDS_HOSTNAME"];
-    "Fetch only what is asked for; not supported"
+    "Ask the control plane for the workloads and services that are called, instead of all"
         xds_on_demand: bool, ["XDS_ON_DEMAND"], switch "true";
     "Certificate authority of Istio's kind, as https://HOST:PORT; empty: the built-in development CA"
         ca_address: String, ["CA_ADDRESS"];

@@ -296,7 +296,7 @@ fn errors_name_the_place_and_the_reason() {
             "",
             &[("XDS_ON_DEMAND", "true")],
             &[],
-            &["XDS_ON_DEMAND", "not supported", "leave it out"],
+            &["XDS_ON_DEMAND", "XDS_ADDRESS", "leave it out"],
         ),
         (
             "",

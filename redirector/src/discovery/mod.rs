@@ -5,6 +5,7 @@
 
 use std::{fmt, io, path::PathBuf};
 
+pub mod demand;
 pub mod file;
 pub mod proto;
 pub mod state;

@@ -1,7 +1,8 @@
 //! The mesh from a control plane: delta ADS, as Istio's ztunnel speaks it (`xds/client.rs`).
 //!
-//! Both types are asked for whole. What has come stays for as long as the agent runs, however long the control plane is away; at
-//! the next connection it is told which versions are here, and tells what has gone meanwhile. `app` runs the client.
+//! Policies are asked for whole; so are workloads and services, unless they are asked for [by name](super::demand). What has come stays
+//! for as long as the agent runs, however long the control plane is away; at the next connection it is told which versions are here, and
+//! tells what has gone meanwhile. `app` runs the client.
 
 use std::{sync::Arc, time::Duration};
 
@@ -9,7 +10,7 @@ use http::uri::PathAndQuery;
 use rand::Rng as _;
 use tokio::{
     sync::{mpsc, watch},
-    time::{Instant, sleep, timeout},
+    time::{Instant, sleep, sleep_until, timeout},
 };
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
@@ -17,6 +18,7 @@ use tonic::{Code, Extensions, Request, Status};
 use tonic_prost::ProstCodec;
 
 use super::{
+    demand::{Changes, Demand},
     proto::messages::{DeltaDiscoveryRequest, DeltaDiscoveryResponse},
     state::{Handle, Stopped},
 };
@@ -43,7 +45,7 @@ const MAX_MESSAGE: usize = 200 << 20;
 /// Time until a server must have begun to answer, or to read. A large control plane may have much to gather for its first response.
 const FIRST_ANSWER: Duration = Duration::from_secs(60);
 
-/// Answers that wait to be sent; there is one for each response, and responses are taken one by one.
+/// Requests that wait to be sent; there is one for each response, and responses are taken one by one. Names gather meanwhile.
 const REQUESTS: usize = 8;
 
 /// The client.
@@ -52,8 +54,9 @@ pub struct Client {
     channel: Channel,
     identity: Identity,
     mesh: Handle,
+    demand: Option<Demand>,
     metrics: Arc<Metrics>,
-    /// Whether every type has come once.
+    /// Whether every type that is asked for whole has come once.
     synced: watch::Sender<bool>,
 }
 
@@ -75,11 +78,13 @@ enum End {
 }
 
 impl Client {
-    /// A client that has not connected yet, and what tells when the first state of every type is here.
+    /// A client that has not connected yet, and what tells when the first state of every type that is asked for whole is here. With
+    /// `demand`, workloads and services are not.
     pub fn new(
         config: control_plane::Config,
         identity: Identity,
         mesh: Handle,
+        demand: Option<Demand>,
         metrics: Arc<Metrics>,
     ) -> (Self, watch::Receiver<bool>) {
         let (synced, receiver) = watch::channel(false);
@@ -87,6 +92,7 @@ impl Client {
             channel: Channel::new(config),
             identity,
             mesh,
+            demand,
             metrics,
             synced,
         };
@@ -103,7 +109,7 @@ impl Client {
     }
 
     async fn follow(&self) {
-        let mut session = Session::new(&self.identity);
+        let mut session = Session::new(&self.identity, self.demand.is_some());
         let mut backoff = Backoff::default();
         loop {
             let begun = Instant::now();
@@ -137,7 +143,8 @@ impl Client {
             let ready = service.ready().await;
             ready.map_err(|error| End::Connect(Status::from_error(error.into())))?;
             let (requests, outgoing) = mpsc::channel(REQUESTS);
-            for request in session.first_requests() {
+            let demanded = self.demand.as_ref().map(Demand::all).unwrap_or_default();
+            for request in session.first_requests(&demanded) {
                 // There is room for these.
                 let _ = requests.send(request).await;
             }
@@ -155,14 +162,20 @@ impl Client {
             Err(_) => return End::Silent,
         };
         tracing::info!(address = %self.channel.address(), "connected to the control plane");
+        let first_answer = Instant::now() + FIRST_ANSWER;
         loop {
-            // A server that is gone is noticed by HTTP/2's pings; one that has nothing to say may be silent for ever.
-            let response = match *answered {
-                true => responses.message().await,
-                false => match timeout(FIRST_ANSWER, responses.message()).await {
-                    Ok(response) => response,
-                    Err(_) => return End::Silent,
-                },
+            let response = tokio::select! {
+                response = responses.message() => response,
+                // A server that is gone is noticed by HTTP/2's pings; one that has nothing to say may be silent for ever.
+                () = sleep_until(first_answer), if !*answered => return End::Silent,
+                changes = names(self.demand.as_ref()) => {
+                    for request in Session::name_changes(changes) {
+                        if let Err(end) = send(&requests, request).await {
+                            return end;
+                        }
+                    }
+                    continue;
+                }
             };
             let response = match response {
                 Ok(Some(response)) => response,
@@ -171,21 +184,42 @@ impl Client {
             };
             *answered = true;
             self.metrics.received(&response);
-            let (answer, updates) = session.take(response).await;
-            if let Err(stopped) = self.mesh.apply(updates).await {
+            let outcome = session.take(response).await;
+            if let Err(stopped) = self.mesh.apply(outcome.updates).await {
                 return stopped.into();
+            }
+            if let Some(demand) = &self.demand {
+                demand.answer(&outcome.present, &outcome.absent);
             }
             if session.is_synced() && !self.synced.send_replace(true) {
                 tracing::info!("the control plane's first state is complete");
             }
-            // A server that reads no answers would be waited for without an end.
-            match timeout(FIRST_ANSWER, requests.send(answer)).await {
-                Ok(Ok(())) => {}
-                Ok(Err(_)) => return End::Complete,
-                Err(_) => return End::Silent,
+            if let Err(end) = send(&requests, outcome.answer).await {
+                return end;
             }
         }
     }
+}
+
+/// A server that reads no requests would be waited for without an end.
+async fn send(
+    requests: &mpsc::Sender<DeltaDiscoveryRequest>,
+    request: DeltaDiscoveryRequest,
+) -> Result<(), End> {
+    match timeout(FIRST_ANSWER, requests.send(request)).await {
+        Ok(Ok(())) => Ok(()),
+        Ok(Err(_)) => Err(End::Complete),
+        Err(_) => Err(End::Silent),
+    }
+}
+
+/// The names that count from now on and did not before, or the other way round.
+async fn names(demand: Option<&Demand>) -> Changes {
+    let Some(demand) = demand else {
+        return std::future::pending().await;
+    };
+    demand.changed().await;
+    demand.take()
 }
 
 impl End {

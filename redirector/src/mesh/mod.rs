@@ -10,6 +10,7 @@ pub mod route;
 pub mod service;
 pub mod spiffe;
 pub mod strings;
+pub mod wanted;
 pub mod workload;
 
 #[cfg(test)]

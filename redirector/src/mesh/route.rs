@@ -297,7 +297,7 @@ fn through_network_gateway(
         let expected = expected(far_end, found.service)?;
         // A gateway without an address is refused where it is chosen.
         let address = found.endpoint.address;
-        let address = address.ok_or_else(|| NoRoute::UnknownGateway(gateway.to_string()))?;
+        let address = address.ok_or_else(|| NoRoute::UnknownGateway((**gateway).clone()))?;
         Ok((SocketAddr::new(address, found.endpoint.port), far_end, expected))
     };
     let (tunnel, far_end, expected) = resolved().map_err(|source| NoRoute::NetworkGateway {

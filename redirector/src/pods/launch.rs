@@ -115,7 +115,9 @@ impl Launch for PodProxies {
             strict,
         } = pod;
         let identity = self.shared.identities.hold(&self.identity(&info)?);
-        self.warn_if_unknown(&info);
+        if self.shared.demand.is_none() {
+            self.warn_if_unknown(&info);
+        }
         PodProxy::start(
             Arc::clone(&self.shared),
             PodContext {

@@ -24,6 +24,7 @@ use crate::mesh::{
     pod::{Home, Local, PodInfo},
     policy::{self, Connection, Denial, PolicyName, PolicySet},
     spiffe::SpiffeId,
+    wanted::Unanswered,
 };
 
 /// Why a connection is not let in, or does not stay.
@@ -45,6 +46,8 @@ pub(super) enum Denied {
         name: String,
         service_account: String,
     },
+    #[error(transparent)]
+    Unanswered(#[from] Unanswered),
 }
 
 impl Denied {

@@ -34,6 +34,7 @@ use crate::{
         index::Mesh,
         route::{self, Refusal, Upstream},
         spiffe::SpiffeId,
+        wanted,
     },
     sys::socket,
 };
@@ -269,7 +270,11 @@ pub(super) async fn application<T>(
     abandoned: impl Future<Output = T>,
 ) -> Result<(Leg, Upstream, Admitted), Error> {
     let decide = |mesh: &Mesh| route::inbound(mesh, pod.local(), tunnel.local.ip(), authority);
-    let decided = pod.settled(decide, Refusal::is_transient).await;
+    let wanted = |mesh: &Mesh, decided: &Result<Upstream, Refusal>| match decided {
+        Ok(_) => Vec::new(),
+        Err(refusal) => wanted::inbound(mesh, pod.local(), tunnel.local.ip(), refusal),
+    };
+    let decided = pod.settled(decide, Refusal::is_transient, wanted).await;
     let upstream = decided.map_err(|source| {
         // The statuses of a refusal are constants; one that is none is our own fault.
         let status = StatusCode::from_u16(source.status()).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);

@@ -18,11 +18,7 @@
 use std::{net::IpAddr, os::fd::AsFd, sync::Arc, time::Duration};
 
 use redirector_common::consts::{Mark, PORT_HBONE, PORT_INBOUND, PORT_OUTBOUND};
-use tokio::{
-    net::TcpListener,
-    sync::watch,
-    time::{Instant, timeout, timeout_at},
-};
+use tokio::{net::TcpListener, sync::watch, time::timeout};
 use tokio_util::{
     sync::{CancellationToken, DropGuard},
     task::TaskTracker,
@@ -41,6 +37,7 @@ use self::{
     same_node::Residence,
 };
 use crate::{
+    discovery::demand::{Asker, Demand},
     identity::store::{Held, Store},
     mesh::{
         index::Mesh,
@@ -69,6 +66,7 @@ pub mod proxy_protocol;
 mod record;
 mod relay;
 mod same_node;
+mod settled;
 
 #[cfg(test)]
 mod tests;
@@ -154,6 +152,8 @@ pub struct Shared {
     pub metrics: Arc<Metrics>,
     /// The pods that are served.
     pub residents: Residents,
+    /// Where the mesh is not fetched as a whole: by whom it is asked for what is not here.
+    pub demand: Option<Demand>,
 }
 
 /// The pod that a proxy serves.
@@ -208,6 +208,7 @@ struct Pod {
     /// What comes in, under the pod's policies.
     connections: Arc<Connections>,
     baggage: OwnBaggage,
+    asker: Option<Asker>,
     /// Bounds the connections that are tunnelled to the application.
     tunnelled: Arc<tokio::sync::Semaphore>,
     /// Bounds what each peer has of the pod.
@@ -237,6 +238,11 @@ impl PodProxy {
         let hbone = bind(PORT_HBONE, marks.inbound_listeners)?;
 
         let pod = Pod::new(shared, pod);
+        if pod.asker.is_some() {
+            let asking = Arc::clone(&pod).ask_for_itself();
+            pod.tunnels
+                .spawn(pod.kill.clone().run_until_cancelled_owned(asking));
+        }
         Ok(Self {
             ended: pod.kill.clone().drop_guard(),
             outbound: Listener::start(&pod, outbound, outbound::connection),
@@ -338,6 +344,7 @@ impl Pod {
             inbound_windows: WindowBudget::new(&shared.config.http2),
             dial_ports: DialPorts::default(),
             baggage: OwnBaggage::default(),
+            asker: shared.demand.as_ref().map(Demand::asker),
             tunnelled: Arc::new(tokio::sync::Semaphore::new(shared.config.max_connections)),
             tasks: TaskTracker::new(),
             tunnels,
@@ -363,27 +370,6 @@ impl Pod {
 
     fn mesh(&self) -> Arc<Mesh> {
         self.shared.mesh.borrow().clone()
-    }
-
-    /// Asks `decide` of the mesh, and of each newer one for some seconds as long as the answer is `transient`: a pod may be
-    /// enrolled, and connect, before the mesh has heard of it. Its connections are held then, and never sent in plain.
-    async fn settled<T, E>(
-        &self,
-        mut decide: impl FnMut(&Mesh) -> Result<T, E>,
-        transient: impl Fn(&E) -> bool,
-    ) -> Result<T, E> {
-        let mut mesh = self.shared.mesh.clone();
-        let deadline = Instant::now() + self.shared.config.mesh_deadline;
-        loop {
-            let now = mesh.borrow_and_update().clone();
-            let error = match decide(&now) {
-                Err(error) if transient(&error) => error,
-                settled => return settled,
-            };
-            if !matches!(timeout_at(deadline, mesh.changed()).await, Ok(Ok(()))) {
-                return Err(error);
-            }
-        }
     }
 
     /// Whether `address` is the pod's own, so that what goes there is on no wire.

@@ -41,6 +41,7 @@ use crate::{
         index::Mesh,
         route::{self, HboneRoute, NoRoute, PlainRoute, Route},
         spiffe::SpiffeId,
+        wanted,
     },
     sys::socket,
 };
@@ -141,7 +142,11 @@ async fn open(pod: &Pod, application: &Leg, peer: SocketAddr, record: &mut Recor
         }
     };
     let decide = |mesh: &Mesh| route::outbound(mesh, pod.local(), peer.ip(), destination, &mut choose);
-    match pod.settled(decide, NoRoute::is_transient).await {
+    let wanted = |_: &Mesh, decided: &_| {
+        let name = wanted::outbound(pod.local(), peer.ip(), destination, decided);
+        name.into_iter().collect()
+    };
+    match pod.settled(decide, NoRoute::is_transient, wanted).await {
         Ok(Route::Hbone(route)) => hbone(pod, peer, route, record).await,
         Ok(Route::Plain(route)) => plain(pod, route, record).await,
         Err(error) => Err(Error::NoRoute(error)),

@@ -13,7 +13,7 @@ use super::{
     record::{Direction, Reason, Record, Security},
     relay,
 };
-use crate::mesh::{index::Mesh, route};
+use crate::mesh::{index::Mesh, route, wanted::ResourceName};
 
 /// Why a connection is refused.
 #[derive(Debug, thiserror::Error)]
@@ -86,7 +86,14 @@ async fn open(
         destination,
     };
     let admit = |_: &Mesh| pod.connections.admit(flow.clone());
-    let admitted = pod.settled(admit, Denied::is_transient).await?;
+    let own = |_: &Mesh, admitted: &Result<_, Denied>| match admitted {
+        Err(Denied::UnknownWorkload { .. }) => {
+            let network = &pod.shared.config.home.network;
+            vec![ResourceName::address(network, destination.ip())]
+        }
+        _ => Vec::new(),
+    };
+    let admitted = pod.settled(admit, Denied::is_transient, own).await?;
     let dialled = tokio::select! {
         biased;
         () = pod.plaintext.refused(), if on_wire => return Err(plaintext::Refused.into()),

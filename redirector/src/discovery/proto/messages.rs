@@ -49,6 +49,8 @@ pub(in crate::discovery) struct Resource {
     pub(in crate::discovery) resource: Option<Any>,
     #[prost(string, tag = "3")]
     pub(in crate::discovery) name: String,
+    #[prost(string, repeated, tag = "4")]
+    pub(in crate::discovery) aliases: Vec<String>,
 }
 
 /// Who asks.

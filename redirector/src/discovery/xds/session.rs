@@ -3,19 +3,25 @@
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 use super::{
-    super::proto::{
-        self, ADDRESS, AUTHORIZATION,
-        messages::{DeltaDiscoveryRequest, DeltaDiscoveryResponse, Status},
+    super::{
+        demand::Changes,
+        proto::{
+            self, ADDRESS, AUTHORIZATION,
+            messages::{DeltaDiscoveryRequest, DeltaDiscoveryResponse, Status},
+        },
     },
     node::Identity,
 };
-use crate::mesh::{index::Update, strings::Strings};
+use crate::mesh::{index::Update, strings::Strings, wanted};
 
-/// Both are asked for whole.
+/// What is asked for.
 const TYPES: [&str; 2] = [ADDRESS, AUTHORIZATION];
 
 /// `INVALID_ARGUMENT` of google.rpc.Code.
 const INVALID_ARGUMENT: i32 = 3;
+
+/// All names, where names are asked for.
+const WILDCARD: &str = "*";
 
 /// Longest text, in bytes, by which a refusal is explained: a response of bad resources alone has no end of them.
 const MAX_EXPLANATION: usize = 16 << 10;
@@ -31,6 +37,8 @@ const MAX_VERSIONS: usize = 3 << 20;
 #[derive(Debug)]
 pub(super) struct Session {
     identity: Identity,
+    /// Workloads and services are asked for by their names alone.
+    on_demand: bool,
     /// Version of each resource, by type and name; empty of what is here in part, so that it is sent again.
     versions: BTreeMap<&'static str, BTreeMap<String, String>>,
     /// The types of which a server could not be told what is here: its first response is all that there is.
@@ -39,6 +47,19 @@ pub(super) struct Session {
     accepted: BTreeSet<&'static str>,
     /// What resources have in common.
     strings: Strings,
+}
+
+/// What a response comes to.
+#[derive(Debug)]
+pub(super) struct Outcome {
+    /// What is to be sent for it.
+    pub(super) answer: DeltaDiscoveryRequest,
+    /// What it changes.
+    pub(super) updates: Vec<Update>,
+    /// By which names something is here now, of those that are asked for by name.
+    pub(super) present: HashSet<String>,
+    /// And by which nothing is.
+    pub(super) absent: Vec<String>,
 }
 
 /// What is made of a response.
@@ -55,9 +76,10 @@ struct Taken {
 }
 
 impl Session {
-    pub(super) fn new(identity: &Identity) -> Self {
+    pub(super) fn new(identity: &Identity, on_demand: bool) -> Self {
         Self {
             identity: identity.clone(),
+            on_demand,
             versions: TYPES.into_iter().map(|url| (url, BTreeMap::new())).collect(),
             untold: BTreeSet::new(),
             accepted: BTreeSet::new(),
@@ -65,8 +87,12 @@ impl Session {
         }
     }
 
-    /// With what a connection begins: without names, everything is asked for; what is here needs not be sent again.
-    pub(super) fn first_requests(&mut self) -> impl Iterator<Item = DeltaDiscoveryRequest> {
+    /// With what a connection begins: without names, everything is asked for; what is here needs not be sent again. `demanded` are the
+    /// names that count where names do.
+    pub(super) fn first_requests(
+        &mut self,
+        demanded: &[String],
+    ) -> impl Iterator<Item = DeltaDiscoveryRequest> {
         let too_long = self.versions.iter().filter(|(_, versions)| {
             let bytes: usize = versions
                 .iter()
@@ -75,22 +101,52 @@ impl Session {
             bytes > MAX_VERSIONS
         });
         self.untold = too_long.map(|(url, _)| *url).collect();
-        self.versions.iter().map(|(url, versions)| DeltaDiscoveryRequest {
-            node: Some(self.identity.node()),
-            type_url: (*url).to_owned(),
-            initial_resource_versions: match self.untold.contains(url) {
-                true => BTreeMap::new(),
-                false => versions.clone(),
-            },
-            ..DeltaDiscoveryRequest::default()
+        let this = &*self;
+        this.versions.iter().map(move |(url, versions)| {
+            let mut request = DeltaDiscoveryRequest {
+                node: Some(this.identity.node()),
+                type_url: (*url).to_owned(),
+                ..DeltaDiscoveryRequest::default()
+            };
+            if !this.untold.contains(url) {
+                request.initial_resource_versions = versions.clone();
+            }
+            if this.is_by_name(url) {
+                // No names at all would be all of them. So says ztunnel that it wants none yet.
+                request.resource_names_unsubscribe = vec![WILDCARD.to_owned()];
+                let here = request.initial_resource_versions.keys();
+                let names: BTreeSet<_> = here.chain(demanded).cloned().collect();
+                request.resource_names_subscribe = vec![WILDCARD.to_owned()];
+                request.resource_names_subscribe.extend(names);
+            }
+            request
         })
     }
 
-    /// Takes a response: the answer to it, and what it changes.
-    pub(super) async fn take(
-        &mut self,
-        mut response: DeltaDiscoveryResponse,
-    ) -> (DeltaDiscoveryRequest, Vec<Update>) {
+    /// What tells a control plane that other names count now. One that is given up and asked for anew is given up first, or there
+    /// would be no answer.
+    pub(super) fn name_changes(changes: Changes) -> impl Iterator<Item = DeltaDiscoveryRequest> {
+        let Changes {
+            unsubscribe,
+            subscribe,
+        } = changes;
+        let request = |subscribe: Vec<String>, unsubscribe: Vec<String>| DeltaDiscoveryRequest {
+            type_url: ADDRESS.to_owned(),
+            resource_names_subscribe: subscribe,
+            resource_names_unsubscribe: unsubscribe,
+            ..DeltaDiscoveryRequest::default()
+        };
+        let gone = (!unsubscribe.is_empty()).then(|| request(Vec::new(), unsubscribe));
+        let new = (!subscribe.is_empty()).then(|| request(subscribe, Vec::new()));
+        gone.into_iter().chain(new)
+    }
+
+    fn is_by_name(&self, url: &str) -> bool {
+        self.on_demand && url == ADDRESS
+    }
+
+    /// Takes a response.
+    pub(super) async fn take(&mut self, mut response: DeltaDiscoveryResponse) -> Outcome {
         let mut answer = DeltaDiscoveryRequest {
             type_url: response.type_url.clone(),
             response_nonce: response.nonce.clone(),
@@ -98,7 +154,20 @@ impl Session {
         };
         let Some(url) = TYPES.into_iter().find(|url| *url == response.type_url) else {
             tracing::error!(type_url = %response.type_url, "the control plane sends what it was not asked for; it is passed over");
-            return (answer, Vec::new());
+            return Outcome {
+                answer,
+                updates: Vec::new(),
+                present: HashSet::new(),
+                absent: Vec::new(),
+            };
+        };
+        let absent = match self.is_by_name(url) {
+            true => response.removed_resources.clone(),
+            false => Vec::new(),
+        };
+        let mut present = match self.is_by_name(url) {
+            true => named(&response),
+            false => HashSet::new(),
         };
         if self.untold.remove(url) {
             response.removed_resources.extend(self.missing(url, &response));
@@ -140,7 +209,15 @@ impl Session {
                 message,
             });
         }
-        (answer, taken.updates)
+        if self.is_by_name(url) {
+            present.extend(taken.updates.iter().flat_map(wanted::names_of));
+        }
+        Outcome {
+            answer,
+            updates: taken.updates,
+            present,
+            absent,
+        }
     }
 
     /// What is here of a type and not in a response that has all of it.
@@ -157,10 +234,21 @@ impl Session {
             .collect()
     }
 
-    /// Whether every type has been taken whole once.
+    /// Whether every type that is asked for whole has been taken whole once.
     pub(super) fn is_synced(&self) -> bool {
-        self.accepted.len() == TYPES.len()
+        TYPES
+            .iter()
+            .all(|url| self.is_by_name(url) || self.accepted.contains(url))
     }
+}
+
+/// By which names a response has something, whether that is understood or not: a question for it is answered.
+fn named(response: &DeltaDiscoveryResponse) -> HashSet<String> {
+    let resources = response.resources.iter();
+    resources
+        .flat_map(|resource| std::iter::once(&resource.name).chain(&resource.aliases))
+        .cloned()
+        .collect()
 }
 
 /// Pure, and for a whole mesh some seconds of work.

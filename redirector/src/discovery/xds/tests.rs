@@ -127,7 +127,7 @@ fn client(server: &Server) -> (watch::Receiver<bool>, [AbortOnDropHandle<()>; 2]
     };
     let stop = CancellationToken::new();
     let (state, handle, _) = State::new(None);
-    let (client, synced) = Client::new(config, Identity::default(), handle, Arc::default());
+    let (client, synced) = Client::new(config, Identity::default(), handle, None, Arc::default());
     let tasks = [
         tokio::spawn(state.run(stop.clone())),
         tokio::spawn(client.run(stop)),

@@ -85,7 +85,7 @@ pub(super) fn choose<'a>(
                 service: None,
             })
         }
-        None => Err(NoRoute::UnknownGateway(gateway.to_string())),
+        None => Err(NoRoute::UnknownGateway(gateway.clone())),
     }
 }
 

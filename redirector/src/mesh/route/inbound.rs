@@ -7,11 +7,12 @@ use std::{
 
 use redirector_common::consts::PROXY_PORTS;
 
-use crate::mesh::pod::Local;
 use crate::mesh::{
     balance,
     index::Mesh,
+    pod::Local,
     service::Service,
+    wanted::Unanswered,
     workload::{GatewayAddress, GatewayDestination, Workload, canonical},
 };
 
@@ -73,6 +74,9 @@ pub enum Refusal {
     /// The application port is one of the proxy's own.
     #[error("port {0} is a port of the proxy itself")]
     ProxyPort(u16),
+    /// The mesh is asked for piece by piece, and nobody answers.
+    #[error(transparent)]
+    Unanswered(#[from] Unanswered),
 }
 
 impl Refusal {
@@ -84,6 +88,7 @@ impl Refusal {
             | Self::UnknownHostname(_)
             | Self::NoPort { .. }
             | Self::NoVip(_)
+            | Self::Unanswered(_)
             | Self::ProxyPort(_) => 503,
         }
     }

@@ -2,7 +2,7 @@
 
 use std::net::SocketAddr;
 
-use crate::mesh::spiffe::InvalidSpiffeId;
+use crate::mesh::{spiffe::InvalidSpiffeId, wanted::Unanswered, workload::GatewayAddress};
 
 /// Why an outbound connection goes nowhere. It is then closed, and never sent in plain.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
@@ -68,7 +68,7 @@ pub enum NoRoute {
     },
     /// A waypoint or gateway that the mesh does not know.
     #[error("the mesh has no service or workload {0}")]
-    UnknownGateway(String),
+    UnknownGateway(GatewayAddress),
     /// Only services can be asked for on other networks.
     #[error(
         "waypoint {waypoint} of {destination} is on another network, where workloads cannot be asked for"
@@ -122,6 +122,9 @@ pub enum NoRoute {
         #[source]
         source: InvalidSpiffeId,
     },
+    /// The mesh is asked for piece by piece, and nobody answers.
+    #[error(transparent)]
+    Unanswered(#[from] Unanswered),
 }
 
 impl NoRoute {
@@ -129,5 +132,13 @@ impl NoRoute {
     /// is not in it yet. Worth waiting for, for a bounded time.
     pub fn is_transient(&self) -> bool {
         matches!(self, Self::UnknownSource { .. })
+    }
+
+    /// What is wrong in the end, with whomever the destination must be reached through.
+    pub(in crate::mesh) fn root(&self) -> &Self {
+        match self {
+            Self::Waypoint { source, .. } | Self::NetworkGateway { source, .. } => source.root(),
+            own => own,
+        }
     }
 }

@@ -107,6 +107,7 @@ impl World {
             },
             metrics: Arc::default(),
             residents: Residents::default(),
+            demand: None,
         });
         let web = pod(&shared, &id("web"), WEB);
         let cart = pod(&shared, &id("cart"), CART);
@@ -277,6 +278,7 @@ async fn nothing_is_kept_of_pods_while_it_is_off() {
         config: Config::default(),
         metrics: Arc::default(),
         residents: Residents::default(),
+        demand: None,
     });
     assert!(Residence::of(&pod(&shared, &id("cart"), CART)).is_none());
     assert!(shared.residents.lock().is_empty());

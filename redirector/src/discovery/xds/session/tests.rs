@@ -8,7 +8,7 @@ const SERVICE: &[u8] = include_bytes!("../../proto/golden/service.bin");
 const POLICY: &[u8] = include_bytes!("../../proto/golden/authorization.bin");
 
 fn session() -> Session {
-    Session::new(&Identity::default())
+    Session::new(&Identity::default(), false)
 }
 
 fn resource(url: &str, name: &str, version: &str, value: &[u8]) -> Resource {
@@ -19,6 +19,7 @@ fn resource(url: &str, name: &str, version: &str, value: &[u8]) -> Resource {
             type_url: url.into(),
             value: value.to_vec(),
         }),
+        ..Resource::default()
     }
 }
 
@@ -34,7 +35,7 @@ fn response(url: &str, nonce: &str, resources: Vec<Resource>, removed: &[&str]) 
 
 fn known(session: &mut Session, url: &str) -> Vec<(String, String)> {
     let first = session
-        .first_requests()
+        .first_requests(&[])
         .find(|request| request.type_url == url)
         .unwrap();
     first.initial_resource_versions.into_iter().collect()
@@ -42,7 +43,7 @@ fn known(session: &mut Session, url: &str) -> Vec<(String, String)> {
 
 #[test]
 fn everything_is_asked_for_by_the_first_requests() {
-    let requests: Vec<_> = session().first_requests().collect();
+    let requests: Vec<_> = session().first_requests(&[]).collect();
     let urls: Vec<_> = requests.iter().map(|request| &*request.type_url).collect();
     assert_eq!(urls.len(), 2);
     assert!(urls.contains(&ADDRESS) && urls.contains(&AUTHORIZATION));
@@ -59,7 +60,7 @@ async fn good_resources_are_acknowledged_and_told_at_the_next_connection() {
         resource(ADDRESS, "w", "1", WORKLOAD),
         resource(ADDRESS, "s", "2", SERVICE),
     ];
-    let (answer, updates) = session.take(response(ADDRESS, "n1", resources, &[])).await;
+    let Outcome { answer, updates, .. } = session.take(response(ADDRESS, "n1", resources, &[])).await;
     assert_eq!((&*answer.type_url, &*answer.response_nonce), (ADDRESS, "n1"));
     assert!(answer.error_detail.is_none() && answer.node.is_none());
     assert!(matches!(&*updates, [Update::Workload(_), Update::Service(_)]));
@@ -73,7 +74,7 @@ async fn good_resources_are_acknowledged_and_told_at_the_next_connection() {
             .collect()
     };
     assert_eq!(known(&mut session, ADDRESS), versions(&[("s", "2"), ("w", "1")]));
-    let (_, updates) = session
+    let Outcome { updates, .. } = session
         .take(response(ADDRESS, "n3", vec![], &["w", "never"]))
         .await;
     assert_eq!(updates[0], Update::RemoveAddress("w".into()));
@@ -100,7 +101,7 @@ async fn bad_resources_are_told_each_with_its_reason_and_the_good_ones_beside_th
             ..Resource::default()
         },
     ];
-    let (answer, updates) = session.take(response(ADDRESS, "n1", resources, &["gone"])).await;
+    let Outcome { answer, updates, .. } = session.take(response(ADDRESS, "n1", resources, &["gone"])).await;
     let error = answer.error_detail.unwrap();
     for name in ["bad: ", "other: it is of type", "empty: it is empty"] {
         assert!(error.message.contains(name), "{}", error.message);
@@ -139,7 +140,7 @@ async fn a_first_state_with_something_bad_is_not_the_first_state() {
 #[tokio::test]
 async fn what_was_not_asked_for_is_acknowledged_and_passed_over() {
     let mut session = session();
-    let (answer, updates) = session
+    let Outcome { answer, updates, .. } = session
         .take(response(
             "other",
             "n",
@@ -159,7 +160,7 @@ async fn very_many_resources_are_taken_and_very_many_problems_told_in_short() {
     let mut session = session();
     let many = (0..2000).map(|number| resource(ADDRESS, &format!("bad-{number}"), "1", &[0xff]));
     let good = resource(ADDRESS, "good", "1", WORKLOAD);
-    let (answer, updates) = session
+    let Outcome { answer, updates, .. } = session
         .take(response(ADDRESS, "n", many.chain([good]).collect(), &[]))
         .await;
     assert_eq!(updates.len(), 1);
@@ -178,7 +179,7 @@ const UNKNOWN_CONDITION: &[u8] = b"\x0a\x01p\x12\x04shop\x2a\x0b\x0a\x09\x12\x07
 async fn what_counts_in_part_is_told_without_its_version() {
     let mut session = session();
     let partly = vec![resource(AUTHORIZATION, "shop/p", "7", UNKNOWN_CONDITION)];
-    let (answer, updates) = session.take(response(AUTHORIZATION, "n", partly, &[])).await;
+    let Outcome { answer, updates, .. } = session.take(response(AUTHORIZATION, "n", partly, &[])).await;
     assert!(answer.error_detail.is_some());
     assert!(matches!(&*updates, [Update::Policy(_)]));
     // So that it comes again, and its removal is told.
@@ -198,14 +199,14 @@ async fn of_more_than_can_be_told_the_first_response_is_everything() {
     session
         .take(response(ADDRESS, "n", resources(0..count), &[]))
         .await;
-    for request in session.first_requests() {
+    for request in session.first_requests(&[]) {
         assert!(request.encoded_len() < 4 << 20);
         assert!(request.initial_resource_versions.is_empty());
     }
     let mut again = resources(0..count - 3);
     // What is there and cannot be understood is not gone.
     again.push(resource(ADDRESS, &name(count - 3), "2", &[0xff]));
-    let (answer, updates) = session.take(response(ADDRESS, "n", again, &[])).await;
+    let Outcome { answer, updates, .. } = session.take(response(ADDRESS, "n", again, &[])).await;
     assert_eq!(answer.error_detail.unwrap().message.matches(": ").count(), 2);
     let gone: Vec<_> = updates
         .into_iter()
@@ -214,7 +215,7 @@ async fn of_more_than_can_be_told_the_first_response_is_everything() {
     let expected = [count - 2, count - 1].map(|number| Update::RemoveAddress(name(number).into()));
     assert_eq!(gone, expected);
     // The next one is a change like any other.
-    let (_, updates) = session.take(response(ADDRESS, "n", resources(0..1), &[])).await;
+    let Outcome { updates, .. } = session.take(response(ADDRESS, "n", resources(0..1), &[])).await;
     assert_eq!(updates.len(), 1);
 }
 
@@ -226,7 +227,7 @@ async fn as_much_as_can_be_told_is_told() {
         .take(response(ADDRESS, "n", (0..1000).map(make).collect(), &[]))
         .await;
     assert_eq!(known(&mut session, ADDRESS).len(), 1000);
-    let (_, updates) = session.take(response(ADDRESS, "n", vec![], &[])).await;
+    let Outcome { updates, .. } = session.take(response(ADDRESS, "n", vec![], &[])).await;
     assert_eq!(updates, []);
     // No entry is longer than it is taken for.
     let long = ("n".repeat(2000), "v".repeat(100));
@@ -235,4 +236,68 @@ async fn as_much_as_can_be_told_is_told() {
         ..DeltaDiscoveryRequest::default()
     };
     assert!(request.encoded_len() <= entry_bytes(&long.0, &long.1));
+}
+
+#[tokio::test]
+async fn on_demand_only_names_are_asked_for_and_policies_are_the_first_state() {
+    let mut session = Session::new(&Identity::default(), true);
+    let demanded = ["/10.0.0.1".to_owned()];
+    let first = |session: &mut Session, demanded: &[String]| {
+        let mut of = |url| session.first_requests(demanded).find(|one| one.type_url == url);
+        (of(ADDRESS).unwrap(), of(AUTHORIZATION).unwrap())
+    };
+    let (addresses, policies) = first(&mut session, &demanded);
+    assert_eq!(addresses.resource_names_subscribe, ["*", "/10.0.0.1"]);
+    assert_eq!(addresses.resource_names_unsubscribe, ["*"]);
+    assert!(policies.resource_names_subscribe.is_empty() && policies.resource_names_unsubscribe.is_empty());
+
+    session.take(response(AUTHORIZATION, "n1", vec![], &[])).await;
+    assert!(session.is_synced());
+    let mut alias = resource(ADDRESS, "w", "1", &[0xff]);
+    alias.aliases = vec!["/10.0.0.1".into()];
+    let resources = vec![alias, resource(ADDRESS, "s", "2", SERVICE)];
+    let outcome = session
+        .take(response(ADDRESS, "n2", resources, &["/10.0.0.9"]))
+        .await;
+    // What is not understood is there all the same.
+    assert!(outcome.answer.error_detail.is_some());
+    assert_eq!(outcome.absent, ["/10.0.0.9"]);
+    for name in ["w", "/10.0.0.1", "s"] {
+        assert!(outcome.present.contains(name), "{name}: {:?}", outcome.present);
+    }
+    let Update::Service(service) = &outcome.updates[0] else {
+        panic!("no service");
+    };
+    assert!(outcome.present.contains(&service.host.to_string()));
+
+    // At the next connection, what came by another name than it was asked for is asked for as well.
+    let (addresses, _) = first(&mut session, &demanded);
+    assert_eq!(addresses.resource_names_subscribe, ["*", "/10.0.0.1", "s"]);
+    assert_eq!(addresses.initial_resource_versions["s"], "2");
+}
+
+#[test]
+fn what_is_given_up_is_told_before_what_is_asked_for() {
+    let texts = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
+    for (unsubscribe, subscribe, requests) in [
+        (&[][..], &[][..], 0),
+        (&["a"], &[], 1),
+        (&[], &["a"], 1),
+        (&["a"], &["a"], 2),
+    ] {
+        let changes = Changes {
+            unsubscribe: texts(unsubscribe),
+            subscribe: texts(subscribe),
+        };
+        let told: Vec<_> = Session::name_changes(changes).collect();
+        assert_eq!(told.len(), requests);
+        assert!(
+            told.iter()
+                .all(|one| one.type_url == ADDRESS && one.node.is_none())
+        );
+        if let [first, second] = &*told {
+            assert_eq!(first.resource_names_unsubscribe, ["a"]);
+            assert_eq!(second.resource_names_subscribe, ["a"]);
+        }
+    }
 }
