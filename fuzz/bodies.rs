@@ -120,7 +120,9 @@ fn workloads(bytes: &[u8]) {
             for to in ["10.9.9.9:80", "10.1.2.4:5432", "[fd00::3]:80", "192.0.2.1:443"] {
                 let to = to.parse().expect("an address");
                 let own = [10, 1, 2, 3].into();
-                let _ = route::outbound(&mesh, local, own, to, &mut |weights| weights.saturating_sub(1));
+                let _ = route::outbound(&mesh, local, own, to, &mut |weights: u64| {
+                    weights.saturating_sub(1)
+                });
             }
             let own = [10, 1, 2, 3].into();
             let _ = route::inbound(&mesh, local, own, "web.shop.svc.cluster.local:80");

@@ -218,6 +218,7 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
         metrics: proxy_metrics(&mut registry),
         residents: proxy::Residents::default(),
         demand,
+        names: proxy::Names::default(),
     });
     let pod_metrics = status::Metrics::default();
     pod_metrics.register(&mut registry);

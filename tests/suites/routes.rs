@@ -33,10 +33,16 @@ const TUNNEL_PORT: u16 = 15088;
 
 fn main() -> ExitCode {
     let backends = [("ebpf", Redirect::Ebpf), ("iptables", Redirect::IptablesNft)];
-    let mut cases: Vec<Case> = vec![case(
-        "pods_are_drawn_by_capacity_behind_addresses_and_ranges",
-        pods_are_drawn_by_capacity_behind_addresses_and_ranges,
-    )];
+    let mut cases: Vec<Case> = vec![
+        case(
+            "pods_are_drawn_by_capacity_behind_addresses_and_ranges",
+            pods_are_drawn_by_capacity_behind_addresses_and_ranges,
+        ),
+        case(
+            "an_endpoint_with_only_a_name_is_resolved",
+            an_endpoint_with_only_a_name_is_resolved,
+        ),
+    ];
     for family in Family::BOTH {
         for (backend, redirect) in backends {
             for on_loopback in [true, false] {
@@ -371,6 +377,59 @@ fn pods_are_drawn_by_capacity_behind_addresses_and_ranges() {
 }
 
 /// Answers a byte, and resets.
+/// An address is its own name, so nobody's resolver is asked.
+fn an_endpoint_with_only_a_name_is_resolved() {
+    let node = Node::new();
+    let pods = ["client", "server"].map(|name| node.pod(name));
+    let [client, server] = &pods;
+    let db = node.pod("db");
+    let named = |name: &str| {
+        let workloads = Workloads::hbone(&pods).with_workload("db", &[], "TCP");
+        with_shop(workloads, server)
+            .with_workload_key("server", "services", json!({}))
+            .with_workload_key(
+                "db",
+                "services",
+                json!({format!("demo/{SHOP}"): {SHOP_PORT.to_string(): PORT}}),
+            )
+            .with_workload_key("db", "hostname", json!(name))
+    };
+    let at_db = db.ip(Family::V6).to_string();
+    let agent = Agent::start(&node, &named(&at_db), Options::default());
+    for pod in &pods {
+        agent.enrol(pod);
+    }
+    let _db = App::start(&db.ns, (Family::V6.any(), PORT).into(), local);
+    // From one family to the other, where the name has only that.
+    for family in Family::BOTH {
+        assert_eq!(app::ask(&client.ns, shop(family), "").unwrap(), at_db);
+    }
+
+    // A pod of the mesh is reached by HBONE, by whatever name.
+    let at_server = server.ip(Family::V4).to_string();
+    let by_name = with_shop(Workloads::hbone(&pods), server)
+        .with_workload_key("server", "workloadIps", json!([]))
+        .with_workload_key("server", "hostname", json!(at_server));
+    let file = node.directory().join("workloads.yaml");
+    by_name.write(&file).unwrap();
+    let _server = App::start(&server.ns, (Family::V4.any(), PORT).into(), local);
+    let capture = node.capture(server);
+    wait::until("the pod behind its name", || {
+        let answer = app::ask(&client.ns, shop(Family::V4), "").ok()?;
+        (answer == at_server).then_some(())
+    });
+    assert_eq!(opened_ports(&capture.stop()), [15008]);
+
+    named("no such name").write(&file).unwrap();
+    wait::until("the name that nothing has", || {
+        app::ask(&client.ns, shop(Family::V4), "").is_err().then_some(())
+    });
+    refused(&client.ns, shop(Family::V4));
+    wait::until("the reason", || {
+        agent.log().contains("cannot be resolved").then_some(())
+    });
+}
+
 fn reset(mut stream: TcpStream, _peer: SocketAddr) -> io::Result<()> {
     stream.read_exact(&mut [0])?;
     stream.write_all(b"bye")?;

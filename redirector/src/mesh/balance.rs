@@ -12,6 +12,23 @@ use super::{
     workload::{Workload, canonical},
 };
 
+/// What a decision leaves to chance, and to the names that were asked for. A function that draws numbers knows no names.
+pub trait Chance {
+    /// One of as many numbers, from 0: the sum of the candidates' weights.
+    fn below(&mut self, weights: u64) -> u64;
+
+    /// The addresses of a host name, empty when it has none; `None` when nobody has asked for them yet.
+    fn resolved(&self, _hostname: &str) -> Option<&[IpAddr]> {
+        None
+    }
+}
+
+impl<F: FnMut(u64) -> u64> Chance for F {
+    fn below(&mut self, weights: u64) -> u64 {
+        self(weights)
+    }
+}
+
 /// One endpoint that a connection may go to.
 pub(super) struct Endpoint<'a> {
     pub(super) workload: &'a Arc<Workload>,
@@ -42,7 +59,7 @@ pub(super) fn endpoint<'a>(
     service: &Service,
     destination: SocketAddr,
     purpose: Purpose,
-    choose: &mut dyn FnMut(u64) -> u64,
+    chance: &mut dyn Chance,
 ) -> Result<Endpoint<'a>, NoRoute> {
     let port = destination.port();
     let service_target = service.ports.get(&port).copied();
@@ -77,8 +94,10 @@ pub(super) fn endpoint<'a>(
             unusable = Some(Unusable::NoGateway(workload));
             continue;
         }
-        let address = address(workload, service.ip_families, destination.ip());
-        if address.is_none() && !elsewhere {
+        let place = place(workload, service.ip_families, destination.ip(), chance);
+        if let Place::Nowhere = place
+            && !elsewhere
+        {
             unusable = unusable.or((!workload.hostname.is_empty()).then_some(Unusable::Unresolved(workload)));
             continue;
         }
@@ -87,18 +106,23 @@ pub(super) fn endpoint<'a>(
             candidates.clear();
         }
         if rank == best {
-            candidates.push(Endpoint {
+            let endpoint = Endpoint {
                 workload,
-                address,
+                address: place.address(),
                 port: target_port,
-            });
+            };
+            let is_to_be_resolved = !elsewhere && matches!(place, Place::Unasked);
+            candidates.push((endpoint, is_to_be_resolved));
         }
     }
     let weights = candidates
         .iter()
-        .map(|endpoint| u64::from(endpoint.workload.capacity));
-    if let Some(chosen) = weighted(weights, choose) {
-        return Ok(candidates.swap_remove(chosen));
+        .map(|(endpoint, _)| u64::from(endpoint.workload.capacity));
+    if let Some(chosen) = weighted(weights, chance) {
+        return match candidates.swap_remove(chosen) {
+            (endpoint, true) => Err(unresolved(endpoint.workload)),
+            (endpoint, false) => Ok(endpoint),
+        };
     }
     let service = service.host.to_string();
     Err(match unusable {
@@ -107,10 +131,7 @@ pub(super) fn endpoint<'a>(
             workload: workload.uid.to_string(),
             network: workload.network.to_string(),
         },
-        Some(Unusable::Unresolved(workload)) => NoRoute::Unresolved {
-            workload: workload.uid.to_string(),
-            hostname: workload.hostname.to_string(),
-        },
+        Some(Unusable::Unresolved(workload)) => unresolved(workload),
         None => NoRoute::NoEndpoint { service, port },
     })
 }
@@ -142,13 +163,72 @@ pub(super) fn target_port(
     })
 }
 
-/// The address that the client named, when the workload has it; else the first of the client's family, else the first.
-pub(super) fn address(workload: &Workload, families: IpFamilies, wanted: IpAddr) -> Option<IpAddr> {
-    let allowed = |address: &IpAddr| match families {
+/// Where a workload is, as far as that is known here.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Place {
+    At(IpAddr),
+    /// It has only a host name, which is to be resolved first.
+    Unasked,
+    Nowhere,
+}
+
+impl Place {
+    pub(super) fn address(self) -> Option<IpAddr> {
+        match self {
+            Self::At(address) => Some(address),
+            Self::Unasked | Self::Nowhere => None,
+        }
+    }
+}
+
+/// Its [`address()`], or one of its name's, drawn, rather of the family that is `wanted`.
+pub(super) fn place(
+    workload: &Workload,
+    families: IpFamilies,
+    wanted: IpAddr,
+    chance: &mut dyn Chance,
+) -> Place {
+    if let Some(address) = address(workload, families, wanted) {
+        return Place::At(address);
+    }
+    if workload.hostname.is_empty() {
+        return Place::Nowhere;
+    }
+    let Some(addresses) = chance.resolved(&workload.hostname) else {
+        return Place::Unasked;
+    };
+    let mut usable: Vec<_> = addresses
+        .iter()
+        .copied()
+        .map(canonical)
+        .filter(|address| allows(families, *address))
+        .collect();
+    if usable.iter().any(|address| address.is_ipv4() == wanted.is_ipv4()) {
+        usable.retain(|address| address.is_ipv4() == wanted.is_ipv4());
+    }
+    let drawn = weighted(usable.iter().map(|_| 1), chance);
+    drawn.map_or(Place::Nowhere, |drawn| Place::At(usable[drawn]))
+}
+
+/// Of a workload that has only a host name.
+pub(super) fn unresolved(workload: &Workload) -> NoRoute {
+    NoRoute::Unresolved {
+        workload: workload.uid.to_string(),
+        hostname: workload.hostname.clone(),
+    }
+}
+
+fn allows(families: IpFamilies, address: IpAddr) -> bool {
+    match families {
         IpFamilies::Any => true,
         IpFamilies::V4 => address.is_ipv4(),
         IpFamilies::V6 => address.is_ipv6(),
-    };
+    }
+}
+
+/// The address that the client named, when the workload has it; else the first of the client's family, else the first.
+fn address(workload: &Workload, families: IpFamilies, wanted: IpAddr) -> Option<IpAddr> {
+    let allowed = |address: &IpAddr| allows(families, *address);
     let own = || workload.addresses.iter().copied().map(canonical);
     own()
         .find(|address| *address == wanted)
@@ -193,15 +273,12 @@ fn matches(scope: Scope, source: &Workload, workload: &Workload) -> bool {
 }
 
 /// One of as many as there are weights, drawn by these; `None` when there is none that weighs anything.
-pub(super) fn weighted(
-    weights: impl Iterator<Item = u64> + Clone,
-    choose: &mut dyn FnMut(u64) -> u64,
-) -> Option<usize> {
+pub(super) fn weighted(weights: impl Iterator<Item = u64> + Clone, chance: &mut dyn Chance) -> Option<usize> {
     let total: u64 = weights.clone().sum();
     if total == 0 {
         return None;
     }
-    let mut left = choose(total) % total;
+    let mut left = chance.below(total) % total;
     weights
         .into_iter()
         .position(|weight| match left.checked_sub(weight) {

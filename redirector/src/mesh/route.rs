@@ -29,6 +29,8 @@ mod gateway;
 mod inbound;
 mod refused;
 
+pub use super::balance::Chance;
+
 pub use self::{
     inbound::{Refusal, Upstream, inbound},
     refused::NoRoute,
@@ -102,8 +104,9 @@ struct Caller<'a> {
     client: IpAddr,
 }
 
-/// Where a connection of `local`, made from its address `client`, to `destination` goes. `choose` picks one of `n` weighted
-/// candidates: given the sum of the weights, it returns a number below it (random in production, fixed in tests).
+/// Where a connection of `local`, made from its address `client`, to `destination` goes. What is not decided by
+/// the mesh is up to `chance`, which also has the addresses of host names. For a name that it has not, the answer is
+/// [`NoRoute::Unresolved`].
 ///
 /// A virtual address comes before a workload's own. Where both are the same, that differs from Istio's proxy in one point: the
 /// service's waypoint holds for it there too, so that nobody gets past its policy by giving a workload that address.
@@ -112,7 +115,7 @@ pub fn outbound(
     local: Local<'_>,
     client: IpAddr,
     destination: SocketAddr,
-    choose: &mut dyn FnMut(u64) -> u64,
+    chance: &mut dyn Chance,
 ) -> Result<Route, NoRoute> {
     let destination = SocketAddr::new(canonical(destination.ip()), destination.port());
     // On loopback only: an application that speaks HBONE itself may call port 15008 of others.
@@ -129,18 +132,18 @@ pub fn outbound(
     let caller = Caller { mesh, source, client };
     let workload_at = || mesh.workload_at(network, destination.ip());
     if let Some(service) = mesh.service_at(network, destination.ip(), &local.info.namespace) {
-        if let Some(waypoint) = drawn_waypoint(service, choose)? {
+        if let Some(waypoint) = drawn_waypoint(service, chance)? {
             // Behind the waypoint the address is the workload's.
             let is_behind = workload_at().is_some() && gateway::is_caller(&caller, waypoint);
             if !is_behind {
-                return through_waypoint(&caller, waypoint, destination, Found::Service(service), choose);
+                return through_waypoint(&caller, waypoint, destination, Found::Service(service), chance);
             }
         }
         if service.load_balancer.mode == LoadBalancerMode::Passthrough {
             return direct(source, None, destination, Some(service));
         }
         let purpose = Purpose::Destination;
-        let endpoint = balance::endpoint(mesh, source, service, destination, purpose, choose)?;
+        let endpoint = balance::endpoint(mesh, source, service, destination, purpose, chance)?;
         match endpoint.address {
             Some(address) if endpoint.workload.network == source.network => {
                 let target = SocketAddr::new(address, endpoint.port);
@@ -151,13 +154,13 @@ pub fn outbound(
                     endpoint,
                     service: Some(service),
                 };
-                through_network_gateway(&caller, &chosen, destination, service, choose)
+                through_network_gateway(&caller, &chosen, destination, service, chance)
             }
         }
     } else if let Some(workload) = workload_at() {
         match &workload.waypoint {
             Some(waypoint) if !gateway::is_caller(&caller, waypoint) => {
-                through_waypoint(&caller, waypoint, destination, Found::Workload(workload), choose)
+                through_waypoint(&caller, waypoint, destination, Found::Workload(workload), chance)
             }
             _ => direct(source, Some(workload), destination, None),
         }
@@ -203,10 +206,10 @@ fn direct(
 /// The waypoint that this connection to the service is to go through. `None` when it has none.
 fn drawn_waypoint<'a>(
     service: &'a Service,
-    choose: &mut dyn FnMut(u64) -> u64,
+    chance: &mut dyn Chance,
 ) -> Result<Option<&'a GatewayAddress>, NoRoute> {
     let weights = service.weighted_waypoints.iter().map(|one| u64::from(one.weight));
-    match balance::weighted(weights, choose) {
+    match balance::weighted(weights, chance) {
         Some(drawn) => Ok(Some(&service.weighted_waypoints[drawn].destination)),
         None if service.waypoint.is_none() && !service.weighted_waypoints.is_empty() => {
             Err(NoRoute::WeightlessWaypoints {
@@ -224,10 +227,10 @@ fn through_waypoint(
     waypoint: &GatewayAddress,
     destination: SocketAddr,
     called: Found<'_>,
-    choose: &mut dyn FnMut(u64) -> u64,
+    chance: &mut dyn Chance,
 ) -> Result<Route, NoRoute> {
     let mut route = || {
-        let chosen = gateway::choose(caller, waypoint, Purpose::Waypoint, destination.ip(), choose)?;
+        let chosen = gateway::choose(caller, waypoint, Purpose::Waypoint, destination.ip(), chance)?;
         let Endpoint {
             workload,
             address,
@@ -247,7 +250,7 @@ fn through_waypoint(
                 }))
             }
             (_, Found::Service(service)) => {
-                through_network_gateway(caller, &chosen, destination, service, choose)
+                through_network_gateway(caller, &chosen, destination, service, chance)
             }
             (_, Found::Workload(behind)) => Err(NoRoute::NotByService {
                 destination: behind.uid.to_string(),
@@ -269,7 +272,7 @@ fn through_network_gateway(
     chosen: &Chosen<'_>,
     destination: SocketAddr,
     service: &Arc<Service>,
-    choose: &mut dyn FnMut(u64) -> u64,
+    chance: &mut dyn Chance,
 ) -> Result<Route, NoRoute> {
     let workload = chosen.endpoint.workload;
     let network = || workload.network.to_string();
@@ -292,7 +295,7 @@ fn through_network_gateway(
         });
     }
     let mut resolved = || {
-        let found = gateway::choose(caller, gateway, Purpose::Gateway, destination.ip(), choose)?;
+        let found = gateway::choose(caller, gateway, Purpose::Gateway, destination.ip(), chance)?;
         let far_end = found.endpoint.workload;
         let expected = expected(far_end, found.service)?;
         // A gateway without an address is refused where it is chosen.

@@ -56,8 +56,10 @@ pub mod baggage;
 mod connections;
 mod copy;
 mod dial;
+mod draw;
 mod hbone;
 mod inbound;
+mod names;
 mod outbound;
 mod passthrough;
 mod peers;
@@ -73,6 +75,7 @@ mod tests;
 
 pub use self::{
     hbone::{Http2Config, pool::PoolConfig},
+    names::Names,
     peers::PeerConfig,
     record::Metrics,
     same_node::Residents,
@@ -154,6 +157,8 @@ pub struct Shared {
     pub residents: Residents,
     /// Where the mesh is not fetched as a whole: by whom it is asked for what is not here.
     pub demand: Option<Demand>,
+    /// Addresses of workloads that have only names.
+    pub names: Names,
 }
 
 /// The pod that a proxy serves.

@@ -26,12 +26,13 @@ use super::{
     baggage::{BAGGAGE, Told},
     copy::Leg,
     dial,
+    draw::Draw,
     hbone::{
         client::{self, Stream},
         nested::{self, StreamIo},
         pool::{Dialled, Key},
     },
-    plaintext,
+    names, plaintext,
     record::{self, Direction, Party, Reason, Record, Security},
     relay, same_node,
 };
@@ -55,6 +56,12 @@ pub(super) enum Error {
     OriginalDst(#[source] io::Error),
     #[error("no route")]
     NoRoute(#[source] NoRoute),
+    #[error("no route: {error}")]
+    Name {
+        error: NoRoute,
+        #[source]
+        source: names::Error,
+    },
     #[error("{0} is a listener of the proxy itself")]
     Loop(SocketAddr),
     #[error("{authority:?} cannot be asked for over HTTP")]
@@ -134,23 +141,40 @@ async fn open(pod: &Pod, application: &Leg, peer: SocketAddr, record: &mut Recor
     let destination = destination.map_err(Error::OriginalDst)?;
     record.dst = Some(destination);
     record.source = pod.party.clone();
-    let mut choose = |weights: u64| {
-        if weights == 0 {
-            0
-        } else {
-            rand::random_range(0..weights)
+    let mut draw = Draw::default();
+    let route = loop {
+        match decided(pod, peer, destination, &mut draw).await {
+            Ok(route) => break route,
+            Err(error) => match draw.lacks(&error) {
+                Some(hostname) => draw.resolve(hostname, &pod.shared.names).await,
+                None => {
+                    return Err(match draw.failed(&error) {
+                        Some(source) => Error::Name { error, source },
+                        None => Error::NoRoute(error),
+                    });
+                }
+            },
         }
     };
-    let decide = |mesh: &Mesh| route::outbound(mesh, pod.local(), peer.ip(), destination, &mut choose);
+    match route {
+        Route::Hbone(route) => hbone(pod, peer, route, record).await,
+        Route::Plain(route) => plain(pod, route, record).await,
+    }
+}
+
+/// The mesh's decision, as soon as it is more than a guess.
+async fn decided(
+    pod: &Pod,
+    peer: SocketAddr,
+    destination: SocketAddr,
+    draw: &mut Draw,
+) -> Result<Route, NoRoute> {
+    let decide = |mesh: &Mesh| route::outbound(mesh, pod.local(), peer.ip(), destination, draw);
     let wanted = |_: &Mesh, decided: &_| {
         let name = wanted::outbound(pod.local(), peer.ip(), destination, decided);
         name.into_iter().collect()
     };
-    match pod.settled(decide, NoRoute::is_transient, wanted).await {
-        Ok(Route::Hbone(route)) => hbone(pod, peer, route, record).await,
-        Ok(Route::Plain(route)) => plain(pod, route, record).await,
-        Err(error) => Err(Error::NoRoute(error)),
-    }
+    pod.settled(decide, NoRoute::is_transient, wanted).await
 }
 
 async fn plain(pod: &Pod, route: PlainRoute, record: &mut Record) -> Result<Way, Error> {

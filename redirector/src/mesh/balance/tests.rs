@@ -286,24 +286,94 @@ fn one_s_own_network_comes_first_when_it_is_preferred_and_the_others_keep_their_
     }
 }
 
+/// Names that were asked for, and always the same draw.
+struct Known(u64, Vec<(&'static str, Vec<IpAddr>)>);
+
+impl Chance for Known {
+    fn below(&mut self, _: u64) -> u64 {
+        self.0
+    }
+
+    fn resolved(&self, hostname: &str) -> Option<&[IpAddr]> {
+        let (_, addresses) = self.1.iter().find(|(name, _)| *name == hostname)?;
+        Some(addresses)
+    }
+}
+
 #[test]
-fn an_endpoint_with_a_name_and_no_address_is_a_refusal_of_its_own() {
-    let cart = service("cart", "10.96.0.1");
-    let named = with("db", "10.0.0.1", |w| {
-        w.addresses.clear();
-        w.hostname = "db.example.org".into();
-    });
-    let refused = NoRoute::Unresolved {
-        workload: named.uid.to_string(),
-        hostname: "db.example.org".into(),
+fn an_endpoint_with_a_name_and_no_address_is_where_its_name_is() {
+    let named = |name: &str, hostname: &str| {
+        with(name, "10.0.0.1", |w| {
+            w.addresses.clear();
+            w.hostname = hostname.into();
+        })
     };
-    assert_eq!(chosen(vec![named.clone()], &cart, VIP), Err(refused));
-    assert_eq!(
-        chosen(vec![named, workload("a", "10.0.0.2")], &cart, VIP)
-            .unwrap()
-            .0,
-        "a"
-    );
+    let db = named("db", "db.example.org");
+    let other = workload("a", "10.0.0.2");
+    let (four, six) = (ip("192.0.2.1"), ip("2001:db8::1"));
+    let both = || vec![("db.example.org", vec![six, four])];
+    let gone = || vec![("db.example.org", vec![])];
+    let only = |families| {
+        let mut cart = service("cart", "10.96.0.1");
+        cart.ip_families = families;
+        cart
+    };
+    for (workloads, families, draw, names, expected) in [
+        // Unasked it is drawn all the same, and to be asked for then.
+        (vec![&db], IpFamilies::Any, 0, vec![], Err(())),
+        (vec![&db, &other], IpFamilies::Any, 0, vec![], Err(())),
+        (vec![&db, &other], IpFamilies::Any, 1, vec![], Ok("10.0.0.2:8080")),
+        // The client's family first.
+        (vec![&db], IpFamilies::Any, 0, both(), Ok("192.0.2.1:8080")),
+        (vec![&db], IpFamilies::V6, 0, both(), Ok("[2001:db8::1]:8080")),
+        // One of several.
+        (
+            vec![&db],
+            IpFamilies::Any,
+            1,
+            vec![("db.example.org", vec![ip("192.0.2.1"), ip("192.0.2.2")])],
+            Ok("192.0.2.2:8080"),
+        ),
+        // A name without an address leaves the others.
+        (vec![&db, &other], IpFamilies::Any, 0, gone(), Ok("10.0.0.2:8080")),
+        (vec![&db], IpFamilies::Any, 0, gone(), Err(())),
+        (
+            vec![&db],
+            IpFamilies::V6,
+            0,
+            vec![("db.example.org", vec![four])],
+            Err(()),
+        ),
+    ] {
+        let cart = only(families);
+        let workloads: Vec<_> = workloads.into_iter().cloned().collect();
+        let mesh = Mesh::new(workloads, vec![cart.clone()]);
+        let (source, destination) = (source(), VIP.parse().unwrap());
+        let mut known = Known(draw, names.clone());
+        let found = endpoint(
+            &mesh,
+            &source,
+            &cart,
+            destination,
+            Purpose::Destination,
+            &mut known,
+        );
+        let case = format!("{draw} {names:?} {families:?}");
+        match (found, expected) {
+            (Ok(found), Ok(expected)) => {
+                let address = SocketAddr::new(found.address.unwrap(), found.port);
+                assert_eq!(address.to_string(), expected, "{case}");
+            }
+            (Err(error), Err(())) => {
+                assert_eq!(
+                    error.unresolved().map(|name| &**name),
+                    Some("db.example.org"),
+                    "{case}"
+                );
+            }
+            (found, _) => panic!("{case}: {:?}", found.map(|found| found.address)),
+        }
+    }
 }
 
 #[test]

@@ -8,7 +8,7 @@ use std::{
 
 use super::{Caller, NoRoute};
 use crate::mesh::{
-    balance::{self, Endpoint, Purpose},
+    balance::{self, Chance, Endpoint, Purpose},
     index::Mesh,
     service::Service,
     workload::{GatewayAddress, GatewayDestination, Workload},
@@ -51,7 +51,7 @@ pub(super) fn choose<'a>(
     gateway: &GatewayAddress,
     purpose: Purpose,
     family: IpAddr,
-    choose: &mut dyn FnMut(u64) -> u64,
+    chance: &mut dyn Chance,
 ) -> Result<Chosen<'a>, NoRoute> {
     let port = gateway.hbone_mtls_port;
     let (found, near) = match &gateway.destination {
@@ -61,7 +61,7 @@ pub(super) fn choose<'a>(
     match found {
         Some(Found::Service(service)) => {
             let near = SocketAddr::new(near, port);
-            let endpoint = balance::endpoint(caller.mesh, caller.source, service, near, purpose, choose)?;
+            let endpoint = balance::endpoint(caller.mesh, caller.source, service, near, purpose, chance)?;
             Ok(Chosen {
                 endpoint,
                 service: Some(service),
@@ -70,15 +70,12 @@ pub(super) fn choose<'a>(
         Some(Found::Workload(workload)) => {
             let endpoint = Endpoint {
                 workload,
-                address: balance::address(workload, Default::default(), near),
+                address: balance::place(workload, Default::default(), near, chance).address(),
                 port,
             };
             let elsewhere = purpose != Purpose::Gateway && workload.network != caller.source.network;
             if endpoint.address.is_none() && !elsewhere {
-                return Err(NoRoute::Unresolved {
-                    workload: workload.uid.to_string(),
-                    hostname: workload.hostname.to_string(),
-                });
+                return Err(balance::unresolved(workload));
             }
             Ok(Chosen {
                 endpoint,

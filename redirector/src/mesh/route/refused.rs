@@ -1,6 +1,6 @@
 //! Why an outbound connection goes nowhere.
 
-use std::net::SocketAddr;
+use std::{net::SocketAddr, sync::Arc};
 
 use crate::mesh::{spiffe::InvalidSpiffeId, wanted::Unanswered, workload::GatewayAddress};
 
@@ -87,15 +87,13 @@ pub enum NoRoute {
         /// The other network.
         network: String,
     },
-    /// The workload has a name and no address.
-    #[error(
-        "workload {workload} has no address but only the hostname {hostname:?}, and names are not resolved: give it an address"
-    )]
+    /// The workload has a name and no address, and the name has not been asked for, or has no address that may be used.
+    #[error("workload {workload} has no address but only the hostname {hostname:?}, and that has none")]
     Unresolved {
         /// The workload's UID.
         workload: String,
         /// Its host name.
-        hostname: String,
+        hostname: Arc<str>,
     },
     /// The service does not have the port.
     #[error("{service} has no port {port}")]
@@ -132,6 +130,14 @@ impl NoRoute {
     /// is not in it yet. Worth waiting for, for a bounded time.
     pub fn is_transient(&self) -> bool {
         matches!(self, Self::UnknownSource { .. })
+    }
+
+    /// The host name that has to be asked for first.
+    pub fn unresolved(&self) -> Option<&Arc<str>> {
+        match self.root() {
+            Self::Unresolved { hostname, .. } => Some(hostname),
+            _ => None,
+        }
     }
 
     /// What is wrong in the end, with whomever the destination must be reached through.

@@ -108,6 +108,7 @@ impl World {
             metrics: Arc::default(),
             residents: Residents::default(),
             demand: None,
+            names: crate::proxy::Names::default(),
         });
         let web = pod(&shared, &id("web"), WEB);
         let cart = pod(&shared, &id("cart"), CART);
@@ -279,6 +280,7 @@ async fn nothing_is_kept_of_pods_while_it_is_off() {
         metrics: Arc::default(),
         residents: Residents::default(),
         demand: None,
+        names: crate::proxy::Names::default(),
     });
     assert!(Residence::of(&pod(&shared, &id("cart"), CART)).is_none());
     assert!(shared.residents.lock().is_empty());
