@@ -45,7 +45,7 @@ impl Stamp {
     }
 }
 
-fn read(path: &Path) -> io::Result<(String, Seen)> {
+fn read(path: &Path) -> io::Result<(Vec<u8>, Seen)> {
     // Opening a FIFO would wait for somebody who writes to it, and a device may have no end.
     let mut options = fs::OpenOptions::new();
     let file = options.read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
@@ -61,16 +61,26 @@ fn read(path: &Path) -> io::Result<(String, Seen)> {
         let text = format!("it has {} bytes; at most {MAX_BYTES} are read", stamp.len);
         return Err(io::Error::new(io::ErrorKind::FileTooLarge, text));
     }
-    let text = io::read_to_string(file.take(MAX_BYTES))?;
+    let mut content = Vec::new();
+    file.take(MAX_BYTES).read_to_end(&mut content)?;
     let mut hasher = DefaultHasher::new();
-    text.hash(&mut hasher);
+    content.hash(&mut hasher);
     Ok((
-        text,
+        content,
         Seen {
             stamp,
             content: hasher.finish(),
         },
     ))
+}
+
+fn text(content: Vec<u8>) -> io::Result<String> {
+    String::from_utf8(content).map_err(|_| {
+        io::Error::new(
+            io::ErrorKind::InvalidData,
+            "it is not text: it holds what is not UTF-8",
+        )
+    })
 }
 
 /// A file that is followed; when it is looked at is its owner's matter.
@@ -91,14 +101,23 @@ impl Followed {
     /// # Errors
     /// Those of reading.
     pub fn open(path: &Path) -> io::Result<(Self, String)> {
-        let (text, seen) = read(path)?;
+        let (followed, content) = Self::open_bytes(path)?;
+        Ok((followed, text(content)?))
+    }
+
+    /// The same, of a file that need not be text.
+    ///
+    /// # Errors
+    /// Those of reading.
+    pub fn open_bytes(path: &Path) -> io::Result<(Self, Vec<u8>)> {
+        let (content, seen) = read(path)?;
         let followed = Self {
             path: path.to_owned(),
             taken: seen,
             pending: None,
             unreadable: false,
         };
-        Ok((followed, text))
+        Ok((followed, content))
     }
 
     /// Its path.
@@ -111,6 +130,18 @@ impl Followed {
     /// # Errors
     /// Those of reading, each once until the file is readable again.
     pub fn look(&mut self) -> io::Result<Option<String>> {
+        self.look_as(text)
+    }
+
+    /// The same, of a file that need not be text. Blocking.
+    ///
+    /// # Errors
+    /// Those of reading, each once until the file is readable again.
+    pub fn look_bytes(&mut self) -> io::Result<Option<Vec<u8>>> {
+        self.look_as(Ok)
+    }
+
+    fn look_as<T>(&mut self, convert: impl Fn(Vec<u8>) -> io::Result<T>) -> io::Result<Option<T>> {
         let stamp = match fs::metadata(&self.path) {
             Ok(metadata) => Stamp::of(&metadata),
             Err(error) => return self.unreadable(error),
@@ -123,8 +154,9 @@ impl Followed {
             self.pending = Some(stamp);
             return Ok(None);
         }
-        let (text, seen) = match read(&self.path) {
-            Ok(read) => read,
+        let looked = read(&self.path).and_then(|(content, seen)| Ok((convert(content)?, seen)));
+        let (content, seen) = match looked {
+            Ok(looked) => looked,
             Err(error) => return self.unreadable(error),
         };
         if self.pending.as_ref() != Some(&seen.stamp) {
@@ -135,10 +167,10 @@ impl Followed {
         self.unreadable = false;
         let same = seen.content == self.taken.content;
         self.taken = seen;
-        Ok((!same).then_some(text))
+        Ok((!same).then_some(content))
     }
 
-    fn unreadable(&mut self, error: io::Error) -> io::Result<Option<String>> {
+    fn unreadable<T>(&mut self, error: io::Error) -> io::Result<Option<T>> {
         self.pending = None;
         if std::mem::replace(&mut self.unreadable, true) {
             return Ok(None);
