@@ -349,6 +349,9 @@ pub(super) struct Authorization {
     pub(super) rules: Vec<Rule>,
     #[prost(bool, tag = "6")]
     pub(super) dry_run: bool,
+    /// What else there is to it, of kinds that are not known here.
+    #[prost(message, repeated, tag = "7")]
+    pub(super) extensions: Vec<Extension>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Enumeration)]

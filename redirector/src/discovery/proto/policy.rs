@@ -62,19 +62,28 @@ fn policy(bytes: &[u8]) -> Result<(Policy, Vec<String>), String> {
             Scope::Namespace
         }
     };
-    for (at, raw) in raw.rules.iter().enumerate() {
-        match rule(raw) {
-            Ok(rule) => rules.push(rule),
-            Err(problem) => {
-                let (told, instead) = match action {
-                    Action::Allow => ("permits nobody", None),
-                    // Without clauses: everything.
-                    Action::Deny => ("denies everybody", Some(Rule::new())),
-                };
-                problems.push(format!(
-                    "rules[{at}]: {problem}; it {told} until it is understood"
-                ));
-                rules.extend(instead);
+    let (told, instead) = match action {
+        Action::Allow => ("permits nobody", None),
+        // Without clauses: everything.
+        Action::Deny => ("denies everybody", Some(Rule::new())),
+    };
+    if let Some(extension) = raw.extensions.first() {
+        // It may say anything of the rules: none of them is understood.
+        let name = &extension.name;
+        problems.push(format!(
+            "extension {name:?} is not known; the policy {told} until it is understood"
+        ));
+        rules = instead.into_iter().collect();
+    } else {
+        for (at, raw) in raw.rules.iter().enumerate() {
+            match rule(raw) {
+                Ok(rule) => rules.push(rule),
+                Err(problem) => {
+                    problems.push(format!(
+                        "rules[{at}]: {problem}; it {told} until it is understood"
+                    ));
+                    rules.extend(instead.clone());
+                }
             }
         }
     }

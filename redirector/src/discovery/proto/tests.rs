@@ -417,6 +417,38 @@ fn a_rule_that_cannot_be_understood_permits_nobody_or_denies_everybody() {
 }
 
 #[test]
+fn a_policy_with_an_extension_permits_nobody_or_denies_everybody() {
+    for (action, rules, told) in [
+        (proto::Action::Allow, 0, "permits nobody"),
+        (proto::Action::Deny, 1, "denies everybody"),
+    ] {
+        let port = proto::Match {
+            destination_ports: vec![80],
+            ..proto::Match::default()
+        };
+        let raw = proto::Authorization {
+            name: "p".into(),
+            namespace: "shop".into(),
+            scope: proto::Scope::Namespace.into(),
+            action: action.into(),
+            rules: vec![proto::Rule {
+                clauses: vec![proto::Clause { matches: vec![port] }],
+            }],
+            dry_run: false,
+            extensions: vec![proto::Extension { name: "new".into() }],
+        };
+        let decoded = decode(AUTHORIZATION, &raw.encode_to_vec());
+        let Some(Update::Policy(policy)) = decoded.update else {
+            panic!("a policy");
+        };
+        assert_eq!(policy.rules.len(), rules);
+        assert!(policy.rules.iter().all(Vec::is_empty), "without a condition");
+        let problem = decoded.problem.unwrap();
+        assert!(problem.contains("\"new\"") && problem.contains(told), "{problem}");
+    }
+}
+
+#[test]
 fn removals_are_by_key() {
     assert_eq!(
         removal(ADDRESS, "a//Pod/b/c").unwrap(),
