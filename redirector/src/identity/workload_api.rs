@@ -3,7 +3,11 @@
 //! One stream tells all certificates that the agent may have; which is whose, their identities say. Forms: SPIFFE's
 //! `SPIFFE_Workload_API.md` sections 4 and 5, and `X509-SVID.md`.
 
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+    time::Duration,
+};
 
 use futures_util::stream::BoxStream;
 use http::uri::PathAndQuery;
@@ -129,7 +133,7 @@ impl CertSource for WorkloadApi {
 
 async fn run(channel: Channel, publisher: Publisher) {
     let (first, longest) = BACKOFF;
-    let (mut backoff, mut known) = (first, BTreeMap::new());
+    let (mut backoff, mut known) = (first, Known::default());
     loop {
         let before = backoff;
         let failure = follow(&channel, &publisher, &mut known, || backoff = first).await;
@@ -143,8 +147,16 @@ async fn run(channel: Channel, publisher: Publisher) {
     }
 }
 
-/// What was told before, by what it was told as: what is told again is the same.
-type Known = BTreeMap<SpiffeId, (X509Svid, BTreeMap<String, Vec<u8>>, Arc<Svid>)>;
+/// A certificate, by what it was told as with which federated bundles: what is told again is the same.
+type Told = (X509Svid, BTreeMap<String, Vec<u8>>, Arc<Svid>);
+
+/// What was told before.
+#[derive(Default)]
+struct Known {
+    svids: BTreeMap<SpiffeId, Told>,
+    /// Identities that are no service account's.
+    strangers: BTreeSet<String>,
+}
 
 /// Takes what the API tells until it stops.
 async fn follow(
@@ -192,38 +204,42 @@ fn take(response: X509SvidResponse, known: &mut Known) -> Snapshot {
     let federated = federated(&bundles, &mut problems);
     for svid in response.svids {
         let Ok(id) = svid.spiffe_id.parse::<SpiffeId>() else {
-            // Others' workloads may have names of their own form; they are none of the pods.
-            problems.push(format!(
-                "{:?} is no identity of a service account",
-                svid.spiffe_id
-            ));
+            // Others' workloads may have names of their own form; they are none of the pods, and no pod's problem.
+            if !before.strangers.contains(&svid.spiffe_id) {
+                info!(
+                    id = svid.spiffe_id,
+                    "a certificate for whom is no service account is passed over"
+                );
+            }
+            known.strangers.insert(svid.spiffe_id);
             continue;
         };
         // The first of an identity is the default.
-        if known.contains_key(&id) {
+        if known.svids.contains_key(&id) {
             continue;
         }
-        let old = before.remove(&id);
+        let old = before.svids.remove(&id);
         let same = old.as_ref().is_some_and(|old| old.0 == svid && old.1 == bundles);
         if let Some(old) = old.clone().filter(|_| same) {
-            known.insert(id, old);
+            known.svids.insert(id, old);
             continue;
         }
         match parse(&id, &svid, &federated) {
             Ok(parsed) => {
                 info!(%id, "certificate of the Workload API");
-                known.insert(id, (svid, bundles.clone(), Arc::new(parsed)));
+                known.svids.insert(id, (svid, bundles.clone(), Arc::new(parsed)));
             }
             Err(error) => {
                 let problem = format!("{id}: {}", Chain(&error));
                 warn!(error = %problem, has_one = old.is_some(), "a certificate of the Workload API is not used");
                 problems.push(problem);
-                known.extend(old.map(|old| (id, old)));
+                known.svids.extend(old.map(|old| (id, old)));
             }
         }
     }
     Snapshot {
         svids: known
+            .svids
             .iter()
             .map(|(id, (_, _, svid))| (id.clone(), Arc::clone(svid)))
             .collect(),
