@@ -80,7 +80,7 @@ pub struct Match {
     pub namespaces: Vec<StringMatch>,
     /// Negated.
     pub not_namespaces: Vec<StringMatch>,
-    /// The peer's identity without `spiffe://`; never met without one.
+    /// The peer's identity without `spiffe://`, under any name of its trust domain; never met without one.
     pub principals: Vec<StringMatch>,
     /// Negated.
     pub not_principals: Vec<StringMatch>,
@@ -116,6 +116,8 @@ pub struct ServiceAccount {
 pub struct Connection<'a> {
     source: IpAddr,
     identity: Option<&'a SpiffeId>,
+    /// All names of the trust domain that the identity is of, where it has several.
+    domains: &'a [Arc<str>],
     destination: SocketAddr,
 }
 
@@ -126,8 +128,18 @@ impl<'a> Connection<'a> {
         Self {
             source: canonical(source),
             identity,
+            domains: &[],
             destination: SocketAddr::new(canonical(destination.ip()), destination.port()),
         }
+    }
+
+    /// The same, where these are names of one trust domain: an identity of it meets a principal under any of them.
+    pub fn in_one_domain(mut self, domains: &'a [Arc<str>]) -> Self {
+        let is_of = |id: &SpiffeId| domains.iter().any(|domain| **domain == *id.trust_domain());
+        if self.identity.is_some_and(is_of) {
+            self.domains = domains;
+        }
+        self
     }
 }
 
@@ -292,18 +304,16 @@ impl Match {
         let Connection {
             source,
             identity,
+            domains,
             destination,
         } = *connection;
         let namespace = identity.map_or("", SpiffeId::namespace);
         let is_principal = |value: &StringMatch| {
             identity.is_some_and(|id| {
-                value.matches(&[
-                    id.trust_domain(),
-                    "/ns/",
-                    id.namespace(),
-                    "/sa/",
-                    id.service_account(),
-                ])
+                let of = |domain: &str| {
+                    value.matches(&[domain, "/ns/", id.namespace(), "/sa/", id.service_account()])
+                };
+                of(id.trust_domain()) || domains.iter().any(|domain| of(domain))
             })
         };
         let is_account = |value: &ServiceAccount| {

@@ -66,6 +66,58 @@ impl SpiffeId {
     }
 }
 
+/// Names of one trust domain, each as good as the others: its own first, then those that Istio's mesh configuration calls
+/// `trustDomainAliases`. Empty where a trust domain has but one name.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Aliases(Arc<[Arc<str>]>);
+
+impl Aliases {
+    /// Of `domain`; a name that no trust domain can have is refused.
+    pub fn of<'a>(
+        domain: &'a str,
+        aliases: impl IntoIterator<Item = &'a str>,
+    ) -> Result<Self, InvalidSpiffeId> {
+        let checked = |name: &str| SpiffeId::new(name, "default", "default").map(|id| id.trust_domain);
+        let mut names = vec![checked(domain)?];
+        for alias in aliases {
+            names.push(checked(alias)?);
+        }
+        Ok(match names.len() {
+            1 => Self::default(),
+            _ => Self(names.into()),
+        })
+    }
+
+    /// The names beside its own.
+    pub fn aliases(&self) -> impl Iterator<Item = &str> {
+        self.0.iter().skip(1).map(|name| &**name)
+    }
+
+    /// All names of the trust domain that is called `domain`; none when it has but that one.
+    pub fn names_of(&self, domain: &str) -> Arc<[Arc<str>]> {
+        match self.contains(domain) {
+            true => Arc::clone(&self.0),
+            false => Arc::default(),
+        }
+    }
+
+    /// Whether two names are of one trust domain.
+    pub fn are_one(&self, one: &str, other: &str) -> bool {
+        one == other || self.contains(one) && self.contains(other)
+    }
+
+    /// Whether two identities are one, whatever their trust domain is called.
+    pub fn are_one_id(&self, one: &SpiffeId, other: &SpiffeId) -> bool {
+        one.namespace == other.namespace
+            && one.service_account == other.service_account
+            && self.are_one(&one.trust_domain, &other.trust_domain)
+    }
+
+    fn contains(&self, domain: &str) -> bool {
+        self.0.iter().any(|name| **name == *domain)
+    }
+}
+
 impl FromStr for SpiffeId {
     type Err = InvalidSpiffeId;
 
@@ -112,6 +164,39 @@ mod tests {
             ("cluster.local", "shop", "web")
         );
         assert_eq!(id.to_string(), text);
+    }
+
+    #[test]
+    fn aliases_are_one_trust_domain_and_no_other_is() {
+        let aliases = Aliases::of("here", ["old.domain", "older"]).unwrap();
+        let id = |domain: &str, account: &str| SpiffeId::new(domain, "shop", account).unwrap();
+        for (one, other, expected) in [
+            (id("here", "web"), id("here", "web"), true),
+            (id("old.domain", "web"), id("here", "web"), true),
+            (id("here", "web"), id("older", "web"), true),
+            (id("old.domain", "web"), id("older", "web"), true),
+            (id("old.domain", "web"), id("here", "cart"), false),
+            (id("foreign", "web"), id("here", "web"), false),
+            (id("old.domain", "web"), id("foreign", "web"), false),
+            (id("foreign", "web"), id("foreign", "web"), true),
+            (id("domain", "web"), id("here", "web"), false),
+            (id("Old.domain", "web"), id("here", "web"), false),
+        ] {
+            assert_eq!(aliases.are_one_id(&one, &other), expected, "{one} {other}");
+            let none = Aliases::default().are_one_id(&one, &other);
+            assert_eq!(none, one == other, "{one} {other}");
+        }
+        let elsewhere = SpiffeId::new("here", "ops", "web").unwrap();
+        assert!(!aliases.are_one_id(&id("older", "web"), &elsewhere));
+        let all = ["here", "old.domain", "older"].map(Arc::from);
+        for (domain, expected) in [("here", &all[..]), ("older", &all), ("foreign", &[])] {
+            assert_eq!(*aliases.names_of(domain), *expected, "{domain}");
+        }
+        let none = Aliases::of("here", []).unwrap();
+        assert_eq!((none.names_of("here").len(), none.aliases().count()), (0, 0));
+        for bad in ["", "a b", "a/b", "spiffe://a"] {
+            assert!(Aliases::of("here", [bad]).is_err(), "{bad:?}");
+        }
     }
 
     #[test]

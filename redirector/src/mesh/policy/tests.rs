@@ -81,6 +81,87 @@ const IDENTITY: (bool, bool) = (true, false);
 const ANONYMOUS: (bool, bool) = (false, true);
 
 #[test]
+fn a_principal_is_met_under_any_name_of_the_peer_s_trust_domain() {
+    let domains: [Arc<str>; 3] = ["old.domain", "older", "cluster.local"].map(Into::into);
+    let of = |domain: &str| SpiffeId::new(domain, "shop", "web").unwrap();
+    let not = |one: StringMatch| Match {
+        not_principals: vec![one],
+        ..Match::default()
+    };
+    for (at, one, own, alias, foreign) in [
+        (
+            line!(),
+            principals(exact("cluster.local/ns/shop/sa/web")),
+            true,
+            true,
+            false,
+        ),
+        (
+            line!(),
+            principals(exact("old.domain/ns/shop/sa/web")),
+            true,
+            true,
+            false,
+        ),
+        (
+            line!(),
+            principals(exact("older/ns/shop/sa/cart")),
+            false,
+            false,
+            false,
+        ),
+        (
+            line!(),
+            principals(exact("foreign/ns/shop/sa/web")),
+            false,
+            false,
+            true,
+        ),
+        (
+            line!(),
+            principals(prefix("cluster.local/ns/shop/")),
+            true,
+            true,
+            false,
+        ),
+        (line!(), principals(prefix("olde")), true, true, false),
+        (
+            line!(),
+            principals(suffix("domain/ns/shop/sa/web")),
+            true,
+            true,
+            false,
+        ),
+        (line!(), principals(suffix("/sa/web")), true, true, true),
+        (line!(), principals(StringMatch::presence()), true, true, true),
+        (
+            line!(),
+            not(exact("cluster.local/ns/shop/sa/web")),
+            false,
+            false,
+            true,
+        ),
+        (line!(), not(exact("older/ns/shop/sa/web")), false, false, true),
+        (line!(), not(exact("foreign/ns/shop/sa/web")), true, true, false),
+    ] {
+        for (domain, expected) in [
+            ("cluster.local", own),
+            ("old.domain", alias),
+            ("foreign", foreign),
+        ] {
+            let id = of(domain);
+            let met = one.matches(&connection(Some(&id)).in_one_domain(&domains));
+            assert_eq!(met, expected, "line {at}, {domain}");
+        }
+        let anonymous = one.matches(&connection(None).in_one_domain(&domains));
+        assert_eq!(anonymous, one.matches(&connection(None)), "line {at}");
+    }
+    let id = of("old.domain");
+    let one = principals(exact("cluster.local/ns/shop/sa/web"));
+    assert!(!one.matches(&connection(Some(&id))), "without aliases");
+}
+
+#[test]
 fn every_field_is_compared_with_its_own() {
     for (at, one, expected) in [
         // Without fields.
