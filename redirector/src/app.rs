@@ -38,11 +38,13 @@ use crate::{
     },
     identity::{
         CertSource,
+        crl_file::Revocations,
         dev_ca::{self, DevCa},
         files::Files,
         istio_ca::IstioCa,
         renew::Renewing,
         store::Store,
+        trust::PeerRules,
         workload_api::WorkloadApi,
     },
     mesh::{index::Mesh, pod::Home},
@@ -183,7 +185,15 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
     let mut registry = metrics::registry();
     let demand = config.xds_on_demand.then(Demand::default);
     let (mesh, synced) = start_mesh(&config, demand.clone(), &mut registry, &mut tasks, &serving)?;
-    let identities = Store::new(certificates(&config)?);
+    let rules = PeerRules {
+        aliases: config.trust_domain_aliases.clone(),
+        revocations: config
+            .crl_file
+            .as_deref()
+            .map(Revocations::follow)
+            .unwrap_or_default(),
+    };
+    let identities = Store::new(certificates(&config)?, rules);
     let prepared = {
         let config = config.clone();
         tokio::task::spawn_blocking(move || prepare_redirector(&config))

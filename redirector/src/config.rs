@@ -14,7 +14,10 @@ use serde::Serialize;
 
 use crate::{
     discovery::xds,
-    mesh::{pod::Home, spiffe::SpiffeId},
+    mesh::{
+        pod::Home,
+        spiffe::{Aliases, SpiffeId},
+    },
     proxy,
     redirect::{iptables, probers::Sources},
     sys::socket::Keepalive,
@@ -76,6 +79,11 @@ pub struct Config {
     pub node_name: String,
     /// Trust domain of pods that the mesh does not know.
     pub trust_domain: String,
+    /// Names that are as good as `trust_domain`; shown without it.
+    #[serde(serialize_with = "as_list")]
+    pub trust_domain_aliases: Aliases,
+    /// File of revocation lists.
+    pub crl_file: Option<PathBuf>,
     /// Network of the node.
     pub network: String,
     /// Whether to listen on IPv6.
@@ -268,6 +276,11 @@ impl Config {
         if let Err(error) = SpiffeId::new(&trust_domain, "default", "default") {
             return Err(Error::Setting(format!("TRUST_DOMAIN (--trust-domain): {error}")));
         }
+        let aliases = s.trust_domain_alias.unwrap_or_default();
+        let aliases = Aliases::of(&trust_domain, aliases.iter().map(|name| name.trim()));
+        let trust_domain_aliases = aliases.map_err(|error| {
+            Error::Setting(format!("TRUST_DOMAIN_ALIASES (--trust-domain-alias): {error}"))
+        })?;
         let state_dir = s.state_dir.unwrap_or_else(|| "/run/redirector".into());
         let cni_socket = s.cni_socket.unwrap_or_else(|| "/run/redirector/cni.sock".into());
         let proxy::Config {
@@ -300,6 +313,8 @@ impl Config {
             cluster_id,
             node_name,
             trust_domain,
+            trust_domain_aliases,
+            crl_file: s.crl_file,
             network: s.network.unwrap_or_default(),
             ipv6_enabled: s.ipv6_enabled.unwrap_or(true),
             pool: Pool {
@@ -468,6 +483,10 @@ fn worker_threads(workers: Option<Workers>) -> usize {
 
 fn as_text<S: serde::Serializer>(value: &impl std::fmt::Display, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.collect_str(value)
+}
+
+fn as_list<S: serde::Serializer>(aliases: &Aliases, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_seq(aliases.aliases())
 }
 
 #[cfg(test)]

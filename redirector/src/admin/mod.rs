@@ -175,6 +175,7 @@ impl Admin {
             "services": services,
             "pods": self.pods_view(),
             "certificates": self.identities.states(),
+            "revocations": self.identities.revocations(),
             "config": self.config,
         })
     }

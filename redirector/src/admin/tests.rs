@@ -3,7 +3,7 @@ use http_body_util::BodyExt;
 
 use super::*;
 use crate::{
-    identity::{self, CertSource, Svid},
+    identity::{self, CertSource, Svid, trust::PeerRules},
     mesh::spiffe::SpiffeId,
     pods::status::PodStatus,
     redirect::probers::Rule,
@@ -36,7 +36,7 @@ fn fixture() -> Fixture {
         probers: watch::channel(Some(probers())).1,
         mesh: mesh_view,
         synced: synced_view,
-        identities: Store::new(Arc::new(Nobody)),
+        identities: Store::new(Arc::new(Nobody), PeerRules::default()),
         registry: metrics::registry(),
         logs,
         backend: "test",

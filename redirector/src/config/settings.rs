@@ -35,6 +35,17 @@ macro_rules! settings {
                 #[serde(default, deserialize_with = "from_text")]
                 pub $field: Option<$type>,
             )*
+            /// Other names of the pods' trust domain; on the command line and in the environment with commas between, in the file
+            /// a list.
+            #[arg(
+                long,
+                value_name = "TRUST_DOMAIN",
+                value_delimiter = ',',
+                help = "Another name of the pods' trust domain: peers of either are of both; may be given again [env: \
+                        TRUST_DOMAIN_ALIASES, with commas between]"
+            )]
+            #[serde(default)]
+            pub trust_domain_alias: Option<Vec<String>>,
         }
 
         impl Settings {
@@ -49,12 +60,17 @@ macro_rules! settings {
                         settings.$field = settings.$field.or(Some(value));
                     }
                 )*
+                let aliases = environment.get("TRUST_DOMAIN_ALIASES").filter(|text| !text.is_empty());
+                settings.trust_domain_alias = aliases.map(|text| text.split(',').map(str::to_owned).collect());
                 Ok(settings)
             }
 
             /// These, and for what they lack those of `weaker`.
             pub(super) fn or(self, weaker: Self) -> Self {
-                Self { $($field: self.$field.or(weaker.$field)),* }
+                Self {
+                    $($field: self.$field.or(weaker.$field),)*
+                    trust_domain_alias: self.trust_domain_alias.or(weaker.trust_domain_alias),
+                }
             }
         }
     };
@@ -103,6 +119,8 @@ settings! {
         cert_dir: PathBuf, [];
     "Socket of a SPIFFE Workload API that gives the pods' certificates, instead of an authority, as unix:///PATH"
         spiffe_socket: String, ["SPIFFE_ENDPOINT_SOCKET"];
+    "File of revocation lists (CRL), PEM or DER: peers whose certificate is on one are refused"
+        crl_file: PathBuf, ["CRL_PATH"];
     "File of the token that control plane and certificate authority are shown, or the token [default: \
      ./var/run/secrets/tokens/istio-token, if it is there]"
         auth_token: String, ["AUTH_TOKEN"];

@@ -146,6 +146,37 @@ fn ztunnels_environment_for_local_use_is_understood() {
 }
 
 #[test]
+fn aliases_of_the_trust_domain_are_a_list_in_every_source() {
+    let names = |file: &str, variables: &[(&str, &str)], flags: &[&str]| {
+        let config = load(file, variables, flags)?;
+        Ok::<_, String>(
+            config
+                .trust_domain_aliases
+                .aliases()
+                .collect::<Vec<_>>()
+                .join(" "),
+        )
+    };
+    let file = "trust-domain-alias: [c.d, e.f]\n";
+    let variables = [("TRUST_DOMAIN_ALIASES", "a.b, old"), ("CRL_PATH", "/etc/crl.pem")];
+    assert_eq!(names("", &[], &[]).unwrap(), "");
+    assert_eq!(names(file, &[], &[]).unwrap(), "c.d e.f");
+    assert_eq!(names(file, &variables, &[]).unwrap(), "a.b old");
+    let flags = ["--trust-domain-alias", "x", "--trust-domain-alias", "y,z"];
+    assert_eq!(names(file, &variables, &flags).unwrap(), "x y z");
+    for bad in ["a,,b", "a b", "spiffe://a"] {
+        let error = names("", &[("TRUST_DOMAIN_ALIASES", bad)], &[]).unwrap_err();
+        assert!(
+            error.contains("TRUST_DOMAIN_ALIASES (--trust-domain-alias)"),
+            "{error}"
+        );
+    }
+    let shown = serde_json::to_value(load("", &variables, &[]).unwrap()).unwrap();
+    assert_eq!(shown["trustDomainAliases"], serde_json::json!(["a.b", "old"]));
+    assert_eq!(shown["crlFile"], "/etc/crl.pem");
+}
+
+#[test]
 fn switches_need_no_value() {
     let config = load(
         "",

@@ -11,15 +11,17 @@ use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 
 use crate::mesh::spiffe::SpiffeId;
 
+pub mod crl_file;
 pub mod dev_ca;
 pub mod files;
 pub mod istio_ca;
 mod pushed;
 pub mod renew;
+pub mod revocation;
 pub mod states;
 pub mod store;
 pub mod tls;
-mod trust;
+pub mod trust;
 pub mod workload_api;
 
 /// A workload's certificate.

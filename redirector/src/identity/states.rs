@@ -4,7 +4,10 @@
 use base64::Engine as _;
 use rustls_pki_types::CertificateDer;
 use serde::Serialize;
-use x509_parser::prelude::{FromDer, X509Certificate};
+use x509_parser::{
+    prelude::{FromDer, X509Certificate},
+    time::ASN1Time,
+};
 
 /// An identity in use.
 #[derive(Debug, Serialize, PartialEq)]
@@ -37,21 +40,22 @@ pub struct CertificateView {
     pub expiration_time: String,
 }
 
+pub(super) fn rfc3339(time: ASN1Time) -> String {
+    let time = time.to_datetime();
+    let (hour, minute, second) = time.to_hms();
+    format!("{}T{hour:02}:{minute:02}:{second:02}Z", time.date())
+}
+
 impl CertificateView {
     /// `None` for what is no certificate.
     pub(super) fn of(certificate: &CertificateDer<'_>) -> Option<Self> {
         let (_, parsed) = X509Certificate::from_der(certificate).ok()?;
-        let time = |time: x509_parser::time::ASN1Time| {
-            let time = time.to_datetime();
-            let (hour, minute, second) = time.to_hms();
-            format!("{}T{hour:02}:{minute:02}:{second:02}Z", time.date())
-        };
         let pem = super::pem("CERTIFICATE", certificate);
         Some(Self {
             pem: base64::engine::general_purpose::STANDARD.encode(pem),
             serial_number: parsed.tbs_certificate.serial.to_string(),
-            valid_from: time(parsed.validity().not_before),
-            expiration_time: time(parsed.validity().not_after),
+            valid_from: rfc3339(parsed.validity().not_before),
+            expiration_time: rfc3339(parsed.validity().not_after),
         })
     }
 

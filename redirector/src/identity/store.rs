@@ -17,8 +17,10 @@ use tokio_util::task::AbortOnDropHandle;
 
 use super::{
     CertSource, Error, Svid,
+    crl_file::RevocationsView,
     states::{CertificateView, IdentityState},
-    tls::Credentials,
+    tls::{Credentials, Proof},
+    trust::PeerRules,
 };
 use crate::{mesh::spiffe::SpiffeId, telemetry::Chain};
 
@@ -31,6 +33,7 @@ const RESTART_BACKOFF: (Duration, Duration) = (Duration::from_secs(1), Duration:
 /// The certificates in use on this node.
 pub struct Store {
     source: Arc<dyn CertSource>,
+    rules: PeerRules,
     /// Wall time; tests have their own.
     clock: Clock,
     entries: Mutex<HashMap<SpiffeId, Weak<Entry>>>,
@@ -39,14 +42,15 @@ pub struct Store {
 type Clock = Arc<dyn Fn() -> SystemTime + Send + Sync>;
 
 impl Store {
-    /// A store fed by `source`.
-    pub fn new(source: Arc<dyn CertSource>) -> Arc<Self> {
-        Self::with_clock(source, Arc::new(SystemTime::now))
+    /// A store fed by `source`, for pods whose peers are under `rules`.
+    pub fn new(source: Arc<dyn CertSource>, rules: PeerRules) -> Arc<Self> {
+        Self::with_clock(source, rules, Arc::new(SystemTime::now))
     }
 
-    fn with_clock(source: Arc<dyn CertSource>, clock: Clock) -> Arc<Self> {
+    fn with_clock(source: Arc<dyn CertSource>, rules: PeerRules, clock: Clock) -> Arc<Self> {
         Arc::new(Self {
             source,
+            rules,
             clock,
             entries: Mutex::default(),
         })
@@ -63,10 +67,12 @@ impl Store {
         let keeper = Keeper {
             id: id.clone(),
             source: Arc::clone(&self.source),
+            rules: self.rules.clone(),
             clock: Arc::clone(&self.clock),
             state,
         };
         let entry = Arc::new(Entry {
+            domains: self.rules.aliases.names_of(id.trust_domain()),
             id: id.clone(),
             store: Arc::downgrade(self),
             clock: Arc::clone(&self.clock),
@@ -83,6 +89,11 @@ impl Store {
         let mut states: Vec<_> = entries.iter().map(|entry| entry.shown()).collect();
         states.sort_by(|one, other| one.identity.cmp(&other.identity));
         states
+    }
+
+    /// The revocation lists that peers are looked for in, if there are to be any.
+    pub fn revocations(&self) -> Option<RevocationsView> {
+        self.rules.revocations.view()
     }
 
     fn entries(&self) -> MutexGuard<'_, HashMap<SpiffeId, Weak<Entry>>> {
@@ -126,6 +137,18 @@ impl Held {
 }
 
 impl Held {
+    /// All names of its trust domain; none when it has but one.
+    pub fn domains(&self) -> &Arc<[Arc<str>]> {
+        &self.entry.domains
+    }
+
+    /// For a connection with a peer that has shown `chain` in a handshake just now.
+    pub fn proof(&self, chain: &[CertificateDer<'_>]) -> Proof {
+        let state = self.entry.state.borrow();
+        let current = state.current.as_ref();
+        current.map_or_else(Proof::default, |current| current.credentials.proof(chain))
+    }
+
     /// The certificate in use, if there is one that is still valid. Does not wait.
     pub fn current(&self) -> Option<Arc<Credentials>> {
         let state = self.entry.state.borrow();
@@ -138,6 +161,7 @@ impl Held {
 /// What the guards of one identity share.
 struct Entry {
     id: SpiffeId,
+    domains: Arc<[Arc<str>]>,
     store: Weak<Store>,
     clock: Clock,
     state: watch::Receiver<State>,
@@ -250,6 +274,7 @@ struct Current {
 struct Keeper {
     id: SpiffeId,
     source: Arc<dyn CertSource>,
+    rules: PeerRules,
     clock: Clock,
     state: watch::Sender<State>,
 }
@@ -288,7 +313,7 @@ impl Keeper {
         if (self.clock)() >= svid.not_after {
             return Err(Refused::Expired);
         }
-        let credentials = Credentials::new(svid)?;
+        let credentials = Credentials::under(svid, &self.rules)?;
         let server = Arc::new(credentials.server_config()?);
         Ok(Current {
             credentials: Arc::new(credentials),

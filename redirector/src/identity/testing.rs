@@ -6,8 +6,9 @@ use std::{
 };
 
 use rcgen::{
-    BasicConstraints, CertificateParams, CertifiedIssuer, DistinguishedName, DnType, ExtendedKeyUsagePurpose,
-    IsCa, KeyPair, SanType,
+    BasicConstraints, CertificateParams, CertificateRevocationList, CertificateRevocationListParams,
+    CertifiedIssuer, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, KeyIdMethod, KeyPair,
+    RevokedCertParams, SanType,
 };
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
 
@@ -30,11 +31,20 @@ pub(crate) struct Leaf {
 
 impl TestCa {
     pub(crate) fn new() -> Self {
-        Self(CertifiedIssuer::self_signed(ca_params(), KeyPair::generate().unwrap()).unwrap())
+        Self::named(&unique())
+    }
+
+    /// A root. Others may have the same name.
+    pub(crate) fn named(name: &str) -> Self {
+        Self(CertifiedIssuer::self_signed(ca_params(name), KeyPair::generate().unwrap()).unwrap())
     }
 
     pub(crate) fn intermediate(&self) -> Self {
-        Self(CertifiedIssuer::signed_by(ca_params(), KeyPair::generate().unwrap(), &self.0).unwrap())
+        self.intermediate_named(&unique())
+    }
+
+    pub(crate) fn intermediate_named(&self, name: &str) -> Self {
+        Self(CertifiedIssuer::signed_by(ca_params(name), KeyPair::generate().unwrap(), &self.0).unwrap())
     }
 
     pub(crate) fn certificate(&self) -> CertificateDer<'static> {
@@ -64,6 +74,31 @@ impl TestCa {
         }
     }
 
+    /// A list of the certificates that it has taken back, with changes.
+    pub(crate) fn crl(
+        &self,
+        revoked: &[&CertificateDer<'_>],
+        change: impl FnOnce(&mut CertificateRevocationListParams),
+    ) -> CertificateRevocationList {
+        let now = SystemTime::now();
+        let revoked = revoked.iter().map(|certificate| RevokedCertParams {
+            serial_number: serial(certificate).into(),
+            revocation_time: now.into(),
+            reason_code: None,
+            invalidity_date: None,
+        });
+        let mut params = CertificateRevocationListParams {
+            this_update: (now - Duration::from_secs(60)).into(),
+            next_update: (now + Duration::from_secs(3600)).into(),
+            crl_number: 1.into(),
+            issuing_distribution_point: None,
+            revoked_certs: revoked.collect(),
+            key_identifier_method: KeyIdMethod::Sha256,
+        };
+        change(&mut params);
+        params.signed_by(&self.0).unwrap()
+    }
+
     /// A good certificate.
     pub(crate) fn svid(&self, id: &SpiffeId) -> Svid {
         let leaf = self.leaf(&[&id.to_string()], |_| {});
@@ -79,11 +114,20 @@ impl TestCa {
     }
 }
 
-fn ca_params() -> CertificateParams {
+/// The serial number of a certificate, as it is in there.
+pub(crate) fn serial(certificate: &CertificateDer<'_>) -> Vec<u8> {
+    use x509_parser::prelude::{FromDer, X509Certificate};
+    let (_, parsed) = X509Certificate::from_der(certificate).unwrap();
+    parsed.raw_serial().to_vec()
+}
+
+fn unique() -> String {
+    format!("test CA {}", rand::random::<u64>())
+}
+
+fn ca_params(name: &str) -> CertificateParams {
     let mut params = CertificateParams::default();
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-    params
-        .distinguished_name
-        .push(DnType::CommonName, format!("test CA {}", rand::random::<u64>()));
+    params.distinguished_name.push(DnType::CommonName, name);
     params
 }

@@ -5,6 +5,7 @@
 use std::{
     collections::BTreeMap,
     fmt,
+    future::pending,
     net::Ipv4Addr,
     sync::{Arc, LazyLock},
     time::{Duration, SystemTime},
@@ -29,14 +30,19 @@ use rustls::{
 use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
 use x509_parser::{extensions::GeneralName, prelude::FromDer};
 
-use super::{Svid, trust::Trust};
+use super::{
+    Svid,
+    crl_file::{Changes, InForce},
+    revocation::Barred,
+    trust::{PeerRules, Trust},
+};
 use crate::mesh::spiffe::SpiffeId;
 
 /// The one protocol that HBONE speaks.
 const ALPN: &[u8] = b"h2";
 
 /// Istio's suites in Istio's order (ztunnel `tls/lib.rs`); key exchange is the library's default.
-static PROVIDER: LazyLock<Arc<CryptoProvider>> = LazyLock::new(|| {
+pub(super) static PROVIDER: LazyLock<Arc<CryptoProvider>> = LazyLock::new(|| {
     Arc::new(CryptoProvider {
         cipher_suites: vec![
             aws_lc_rs::cipher_suite::TLS13_AES_256_GCM_SHA384,
@@ -78,6 +84,14 @@ pub enum Error {
         /// Whose the certificate is.
         found: Vec<SpiffeId>,
     },
+    /// Somebody whose certificate has been taken back.
+    #[error("{} is refused: {reason}", list(who))]
+    Revoked {
+        /// Whose the certificate is.
+        who: Vec<SpiffeId>,
+        /// What has been revoked. No source: the library's error is one text.
+        reason: Barred,
+    },
     /// A server that is not who was wanted.
     #[error("the server is {}, not {}", list(found), list(expected))]
     OtherServer {
@@ -107,12 +121,21 @@ pub struct Credentials {
 }
 
 impl Credentials {
-    /// Checks that certificate, key, identity and roots belong together. Whether it is in its time is left to the caller.
+    /// Checks that certificate, key, identity and roots belong together. Whether it is in its time is left to the caller. Of peers
+    /// no more is asked than a chain and an identity.
     ///
     /// # Errors
     /// When they do not: a peer would refuse it, or take it for another's.
     pub fn new(svid: &Svid) -> Result<Self, Error> {
-        let trust = Trust::new(svid)?;
+        Self::under(svid, &PeerRules::default())
+    }
+
+    /// The same, for use under these rules.
+    ///
+    /// # Errors
+    /// As for [`Self::new`].
+    pub fn under(svid: &Svid, rules: &PeerRules) -> Result<Self, Error> {
+        let trust = Trust::new(svid, rules)?;
         let key = CertifiedKey::from_der(svid.chain.clone(), svid.key.clone_key(), &PROVIDER)
             .map_err(Error::Unusable)?;
         let leaf = key.end_entity_cert().map_err(Error::Unusable)?;
@@ -147,7 +170,7 @@ impl Credentials {
             .with_client_cert_verifier(Arc::new(verifier))
             .with_cert_resolver(Arc::new(SingleCertAndKey::from(Arc::clone(&self.key))));
         config.alpn_protocols = vec![ALPN.to_vec()];
-        // A resumed session would carry a client past the end of its certificate; HBONE's clients do not ask for one.
+        // A resumed session would carry a client past the end of its certificate, or past its revocation; HBONE's clients do not ask for one.
         config.session_storage = Arc::new(NoServerSessionStorage {});
         config.send_tls13_tickets = 0;
         Ok(config)
@@ -194,8 +217,24 @@ impl Credentials {
         Ok(())
     }
 
+    /// For a connection with a peer that has shown `chain` in a handshake under these credentials.
+    pub fn proof(&self, chain: &[CertificateDer<'_>]) -> Proof {
+        Proof(self.trust.changes().map(|changes| {
+            Box::new(Proven {
+                chain: chain.iter().map(|der| der.clone().into_owned()).collect(),
+                trust: Arc::clone(&self.trust),
+                changes,
+            })
+        }))
+    }
+
+    /// Which revocation lists are in force now.
+    pub fn in_force(&self) -> InForce {
+        self.trust.in_force()
+    }
+
     /// Leaf, then intermediates.
-    pub(super) fn chain(&self) -> &[CertificateDer<'static>] {
+    pub fn chain(&self) -> &[CertificateDer<'static>] {
         &self.key.cert
     }
 
@@ -226,6 +265,42 @@ impl Credentials {
         ServerVerifier {
             trust: Arc::clone(&self.trust),
             expected: expected.to_vec(),
+        }
+    }
+}
+
+/// What a peer has proven itself with, for as long as its connection lasts. By default, nothing that can be revoked.
+#[derive(Debug, Default)]
+pub struct Proof(Option<Box<Proven>>);
+
+#[derive(Debug)]
+struct Proven {
+    chain: Vec<CertificateDer<'static>>,
+    trust: Arc<Trust>,
+    changes: Changes,
+}
+
+impl Proof {
+    /// Waits until it has been revoked, and says why. Cancel-safe.
+    pub async fn revoked(&mut self) -> Error {
+        let Some(Proven {
+            chain,
+            trust,
+            changes,
+        }) = self.0.as_deref_mut()
+        else {
+            return pending().await;
+        };
+        loop {
+            changes.mark_seen();
+            if let [leaf, intermediates @ ..] = &**chain
+                && let Err(error) = trust.check_revoked(&identities(leaf), leaf, intermediates)
+            {
+                return error;
+            }
+            if !changes.changed().await {
+                return pending().await;
+            }
         }
     }
 }
@@ -293,7 +368,7 @@ impl fmt::Debug for Verdict {
     }
 }
 
-/// Checks a server: chain, time and usage, and that it is one of those expected.
+/// Checks a server: chain, time and usage, that it is not revoked, and that it is one of those expected.
 struct ServerVerifier {
     trust: Arc<Trust>,
     expected: Vec<SpiffeId>,
@@ -318,8 +393,11 @@ impl ServerCertVerifier for ServerVerifier {
     ) -> Result<ServerCertVerified, rustls::Error> {
         let found = identities(leaf);
         verify_chain(leaf, intermediates, self.trust.roots_of(&found), now)?;
+        self.trust
+            .check_revoked(&found, leaf, intermediates)
+            .map_err(refused)?;
         let found = self.trust.vouched(found);
-        if found.iter().any(|id| self.expected.contains(id)) {
+        if self.trust.expects(&self.expected, &found) {
             Ok(ServerCertVerified::assertion())
         } else {
             Err(refused(Error::OtherServer {
@@ -357,7 +435,7 @@ impl ServerCertVerifier for ServerVerifier {
     }
 }
 
-/// Checks a client: chain, time and usage, and that it is of the own trust domain, an alias of it, or a federated one.
+/// Checks a client: chain, time and usage, that it is not revoked, and that it is of the own trust domain, an alias of it, or a federated one.
 #[derive(Debug)]
 struct ClientVerifier {
     own: Arc<dyn ClientCertVerifier>,
@@ -384,6 +462,9 @@ impl ClientCertVerifier for ClientVerifier {
         let verified = chain
             .unwrap_or(&self.own)
             .verify_client_cert(leaf, intermediates, now)?;
+        self.trust
+            .check_revoked(&found, leaf, intermediates)
+            .map_err(refused)?;
         if self.trust.accepts_client(&found) {
             Ok(verified)
         } else {

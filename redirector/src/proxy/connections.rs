@@ -69,8 +69,9 @@ pub(super) struct Flow {
 }
 
 impl Flow {
-    fn connection(&self) -> Connection<'_> {
-        Connection::new(self.source, self.identity.as_ref(), self.destination)
+    /// Where `domains` are names of one trust domain.
+    fn connection<'a>(&'a self, domains: &'a [Arc<str>]) -> Connection<'a> {
+        Connection::new(self.source, self.identity.as_ref(), self.destination).in_one_domain(domains)
     }
 }
 
@@ -79,6 +80,8 @@ impl Flow {
 pub(super) struct Connections {
     info: PodInfo,
     home: Home,
+    /// All names of the pod's trust domain, where it has several.
+    domains: Arc<[Arc<str>]>,
     mesh: watch::Receiver<Arc<Mesh>>,
     table: Mutex<Table>,
 }
@@ -145,9 +148,15 @@ impl Connections {
         Self {
             info,
             home,
+            domains: Arc::default(),
             mesh,
             table: Mutex::new(table),
         }
+    }
+
+    /// The same, of a pod whose trust domain has all these names.
+    pub(super) fn in_one_domain(self, domains: Arc<[Arc<str>]>) -> Self {
+        Self { domains, ..self }
     }
 
     /// Lets a connection in, if the pod's policies permit it.
@@ -174,7 +183,7 @@ impl Connections {
             (admitted, table.policies.clone())
         };
         let flow = &admitted.entry.flow;
-        let decision = policy::evaluate(&policies, &flow.connection());
+        let decision = policy::evaluate(&policies, &flow.connection(&self.domains));
         if let Some(outcome) = decision.dry_run {
             tracing::debug!(
                 uid = %self.info.uid,
@@ -215,7 +224,7 @@ impl Connections {
         for entry in &entries {
             let denial = denials
                 .entry(&entry.flow)
-                .or_insert_with(|| policies.denial(&entry.flow.connection()));
+                .or_insert_with(|| policies.denial(&entry.flow.connection(&self.domains)));
             if let Some(denial) = denial {
                 entry.revoke(denial);
                 revoked += 1;

@@ -29,7 +29,10 @@ use super::{
     relay,
 };
 use crate::{
-    identity::{self, tls},
+    identity::{
+        self,
+        tls::{self, Proof},
+    },
     mesh::{
         index::Mesh,
         route::{self, Refusal, Upstream},
@@ -105,7 +108,7 @@ pub(super) async fn connection(pod: Arc<Pod>, stream: TcpStream, peer: SocketAdd
         return refuse(Reason::handshakes);
     };
     let record = Record::new(pod.shared.metrics.clone(), Direction::Inbound, peer);
-    let (io, tunnel) = match accept(&pod, stream, peer).await {
+    let (io, tunnel, mut proof) = match accept(&pod, stream, peer).await {
         Ok(accepted) => accepted,
         Err(error) => return record.fail(&error),
     };
@@ -123,7 +126,15 @@ pub(super) async fn connection(pod: Arc<Pod>, stream: TcpStream, peer: SocketAdd
             pod.spawn(request(pod.clone(), tunnel.clone(), connect));
         },
     );
-    if let Err(error) = served.await {
+    let served = tokio::select! {
+        served = served => served,
+        // The tunnel is dropped with all that is in it.
+        error = proof.revoked() => {
+            tracing::warn!(uid = %pod.info.uid, src.addr = %peer, src.identity = %tunnel.identity, %error, "tunnel closed");
+            return;
+        }
+    };
+    if let Err(error) = served {
         tracing::debug!(src.addr = %peer, src.identity = %tunnel.identity, error = %super::record::chain(&error), "tunnel ended");
     }
 }
@@ -132,7 +143,7 @@ async fn accept(
     pod: &Pod,
     stream: TcpStream,
     peer: SocketAddr,
-) -> Result<(TlsStream<TcpStream>, Tunnel), Error> {
+) -> Result<(TlsStream<TcpStream>, Tunnel, Proof), Error> {
     let local = socket::local_addr(stream.as_fd()).map_err(Error::LocalAddress)?;
     // Asked for each tunnel, so that a new certificate serves from the next on.
     let config = pod.identity.server_config().await.map_err(Error::Identity)?;
@@ -141,8 +152,9 @@ async fn accept(
         .await
         .map_err(|_| Error::TlsTimeout { after })?
         .map_err(Error::Tls)?;
-    let chain = io.get_ref().1.peer_certificates();
-    let identity = chain.and_then(tls::peer_identity).ok_or(Error::NoPeerIdentity)?;
+    let chain = io.get_ref().1.peer_certificates().unwrap_or_default();
+    let identity = tls::peer_identity(chain).ok_or(Error::NoPeerIdentity)?;
+    let proof = pod.identity.proof(chain);
     let streams = pod.peers.streams_of(&identity);
     Ok((
         io,
@@ -152,6 +164,7 @@ async fn accept(
             identity,
             local,
         },
+        proof,
     ))
 }
 

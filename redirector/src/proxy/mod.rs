@@ -331,7 +331,7 @@ impl Pod {
             kill.clone(),
         );
         let connections = Connections::new(info.clone(), shared.config.home.clone(), shared.mesh.clone());
-        let connections = Arc::new(connections);
+        let connections = Arc::new(connections.in_one_domain(identity.domains().clone()));
         tunnels.spawn(
             kill.clone()
                 .run_until_cancelled_owned(connections.clone().follow()),

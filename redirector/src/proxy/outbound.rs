@@ -28,9 +28,9 @@ use super::{
     dial,
     draw::Draw,
     hbone::{
-        client::{self, Stream},
+        client::{self, Dialled, Stream},
         nested::{self, StreamIo},
-        pool::{Dialled, Key},
+        pool::Key,
     },
     names, plaintext,
     record::{self, Direction, Party, Reason, Record, Security},
@@ -335,8 +335,9 @@ async fn handshake<IO: AsyncRead + AsyncWrite + Unpin>(
         .await
         .map_err(|_| client::Error::HandshakeTimeout { tunnel, after })?
         .map_err(|source| client::Error::Tls { tunnel, source })?;
-    let peer = io.get_ref().1.peer_certificates().and_then(tls::peer_identity);
-    Ok(Dialled { io, peer })
+    let chain = io.get_ref().1.peer_certificates().unwrap_or_default();
+    let (peer, proof) = (tls::peer_identity(chain), pod.identity.proof(chain));
+    Ok(Dialled { io, peer, proof })
 }
 
 /// The CONNECT request for a route.

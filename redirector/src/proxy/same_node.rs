@@ -27,7 +27,10 @@ use super::{
     record::{Count, Reason, Record, Security},
 };
 use crate::{
-    identity::tls::{self, Credentials},
+    identity::{
+        crl_file::InForce,
+        tls::{self, Credentials, Proof},
+    },
     mesh::{
         route::{HboneRoute, Target, Upstream},
         spiffe::SpiffeId,
@@ -101,9 +104,12 @@ impl Residents {
 }
 
 /// Whose certificates have been found to go together, client's and server's. Holds no certificate itself: a new one, on either side, is
-/// looked at anew, as it is by a new tunnel.
+/// looked at anew, as it is by a new tunnel, and so are both under new revocation lists.
 #[derive(Default)]
-struct Met(Mutex<HashMap<Ends<SpiffeId>, Ends<Weak<Credentials>>>>);
+struct Met(Mutex<HashMap<Ends<SpiffeId>, Good>>);
+
+/// What has been found good, and under which lists.
+type Good = (Ends<Weak<Credentials>>, InForce);
 
 /// Of client and server.
 type Ends<T> = (T, T);
@@ -121,9 +127,11 @@ impl Met {
         let is =
             |weak: &Weak<Credentials>, now: &Arc<Credentials>| std::ptr::eq(weak.as_ptr(), Arc::as_ptr(now));
         let lock = || self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        // Both ends have the same lists. Asked for first, so that others are never taken for these.
+        let lists = client.1.in_force();
         if lock()
             .get(&key)
-            .is_some_and(|(one, other)| is(one, client.1) && is(other, server.1))
+            .is_some_and(|((one, other), then)| is(one, client.1) && is(other, server.1) && *then == lists)
         {
             return Ok(());
         }
@@ -135,7 +143,8 @@ impl Met {
         if met.len() >= Self::MOST {
             met.clear();
         }
-        met.insert(key, (Arc::downgrade(client.1), Arc::downgrade(server.1)));
+        let ends = (Arc::downgrade(client.1), Arc::downgrade(server.1));
+        met.insert(key, (ends, lists));
         Ok(())
     }
 }
@@ -166,6 +175,8 @@ pub(super) struct Neighbour {
     server: Arc<Pod>,
     /// What a tunnel would be asked for.
     destination: SocketAddr,
+    /// Of client and server.
+    proofs: Ends<Proof>,
     /// Of the server's tasks.
     stays: TaskTrackerToken,
 }
@@ -203,6 +214,7 @@ pub(super) fn find(client: &Pod, peer: SocketAddr, route: &HboneRoute) -> Result
     Ok(Neighbour {
         server,
         destination,
+        proofs: (theirs.proof(own.chain()), own.proof(theirs.chain())),
         stays,
     })
 }
@@ -240,9 +252,20 @@ pub(super) async fn join(
     // Declared first, dropped last: the server is not gone before all that is its own here.
     let _stays = neighbour.stays;
     let server = neighbour.server;
+    let (mut of_client, mut of_server) = neighbour.proofs;
     let joined = joined(&server, neighbour.destination, client, application, peer, record);
+    let revoked = async {
+        tokio::select! {
+            error = of_client.revoked() => error,
+            error = of_server.revoked() => error,
+        }
+    };
     // Cut off, both legs are reset, and both records say so.
-    server.kill.run_until_cancelled(joined).await;
+    tokio::select! {
+        () = joined => {}
+        () = server.kill.cancelled() => {}
+        error = revoked => tracing::warn!(uid = %server.info.uid, src.addr = %peer, %error, "connection closed"),
+    }
 }
 
 async fn joined(

@@ -20,20 +20,23 @@ use super::{
     copy::Leg,
     hbone::{
         Http2Config,
-        client::Error,
-        pool::{Dialled, Key, Pool, PoolConfig},
+        client::{Dialled, Error},
+        pool::{Key, Pool, PoolConfig},
         server,
         window::WindowBudget,
     },
     record::{Direction, Metrics, Record, Security},
     relay,
 };
-use crate::mesh::{
-    index::Mesh,
-    pod::Home,
-    policy::{Action, Policy, Scope},
-    testing::{info, policy_name, with_policies},
-    workload::WorkloadUid,
+use crate::{
+    identity::tls::Proof,
+    mesh::{
+        index::Mesh,
+        pod::Home,
+        policy::{Action, Policy, Scope},
+        testing::{info, policy_name, with_policies},
+        workload::WorkloadUid,
+    },
 };
 
 const TAIL: Duration = Duration::from_secs(5);
@@ -138,7 +141,11 @@ impl Path {
                             tunnel: tunnel_addr,
                             source,
                         })?;
-                        Ok(Dialled { io, peer: None })
+                        Ok(Dialled {
+                            io,
+                            peer: None,
+                            proof: Proof::default(),
+                        })
                     };
                     let mut stream = match pool.open(&key, &request, dial).await {
                         Ok(stream) => stream,

@@ -65,7 +65,11 @@ impl World {
             let later = Arc::clone(&later);
             Arc::new(move || SystemTime::now() + *later.lock().unwrap())
         };
-        let store = Store::with_clock(Arc::clone(&source) as Arc<dyn CertSource>, clock);
+        let store = Store::with_clock(
+            Arc::clone(&source) as Arc<dyn CertSource>,
+            PeerRules::default(),
+            clock,
+        );
         Self {
             store,
             source,
@@ -274,7 +278,7 @@ async fn the_development_ca_s_certificates_are_rotated_through_the_store() {
         lifetime: Duration::from_secs(1000),
     };
     let ca = dev_ca::DevCa::load_or_create(dir.path(), config).unwrap();
-    let held = Store::new(Arc::new(Renewing::new(ca))).hold(&id("web"));
+    let held = Store::new(Arc::new(Renewing::new(ca)), PeerRules::default()).hold(&id("web"));
     let mut before = held.server_config().await.unwrap();
     for _ in 0..3 {
         // Longer than a certificate is ever kept when all goes well.

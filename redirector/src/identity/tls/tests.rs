@@ -6,7 +6,13 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt, duplex};
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
 use super::*;
-use crate::identity::testing::{Leaf, TestCa, id};
+use crate::{
+    identity::{
+        crl_file::Revocations,
+        testing::{Leaf, TestCa, id, serial},
+    },
+    mesh::spiffe::Aliases,
+};
 
 /// What a handshake told the two sides.
 #[derive(Debug)]
@@ -502,4 +508,174 @@ fn a_certificate_whose_first_name_is_another_s_is_refused() {
         Credentials::new(&svid),
         Err(Error::OtherIdentity { .. })
     ));
+}
+
+/// Under a list of the authority, which the publisher changes.
+fn with_list(revocations: &Revocations) -> PeerRules {
+    PeerRules {
+        revocations: revocations.clone(),
+        ..PeerRules::default()
+    }
+}
+
+#[tokio::test]
+async fn who_is_revoked_is_refused_from_the_next_handshake_on() {
+    let ca = TestCa::new();
+    let (web, cart) = (ca.svid(&id("web")), ca.svid(&id("cart")));
+    let (revocations, publisher) = Revocations::fixed(ca.crl(&[], |_| {}).der());
+    let under = |svid| Credentials::under(svid, &with_list(&revocations)).unwrap();
+    let (strict_web, strict_cart) = (under(&web), under(&cart));
+    let lax = |svid| Credentials::new(svid).unwrap();
+    // The configurations are from before the lists change.
+    let client = Arc::new(strict_web.client_config(&[id("cart")]).unwrap());
+    let server = strict_cart.server_config().unwrap();
+    let lax_client = Arc::new(lax(&web).client_config(&[id("cart")]).unwrap());
+    let lax_server = lax(&cart).server_config().unwrap();
+    let number = |svid: &Svid| {
+        let number = serial(&svid.chain[0]);
+        let digits: String = number.iter().map(|byte| format!("{byte:02X}")).collect();
+        digits.trim_start_matches("00").to_owned()
+    };
+
+    let meets = handshake(Arc::clone(&client), server.clone()).await;
+    assert!(meets.client.is_ok() && meets.server.is_ok(), "{meets:?}");
+    strict_web.would_meet(&strict_cart, SystemTime::now()).unwrap();
+
+    publisher.publish(ca.crl(&[&web.chain[0]], |_| {}).der());
+    let refused = handshake(Arc::clone(&lax_client), server.clone()).await;
+    let error = refused.server.unwrap_err();
+    for part in [
+        "spiffe://cluster.local/ns/shop/sa/web",
+        "has been revoked by CN=test CA",
+        &number(&web),
+    ] {
+        assert!(error.contains(part), "{part} is not in {error}");
+    }
+    assert!(refused.client.is_err());
+    let error = strict_web
+        .would_meet(&strict_cart, SystemTime::now())
+        .unwrap_err();
+    assert!(
+        crate::telemetry::Chain(&error).to_string().contains("revoked"),
+        "{error}"
+    );
+
+    publisher.publish(ca.crl(&[&cart.chain[0]], |_| {}).der());
+    let refused = handshake(Arc::clone(&client), lax_server).await;
+    let error = refused.client.unwrap_err();
+    for part in [
+        "spiffe://cluster.local/ns/shop/sa/cart",
+        "has been revoked by CN=test CA",
+        &number(&cart),
+    ] {
+        assert!(error.contains(part), "{part} is not in {error}");
+    }
+    assert!(refused.server.is_err());
+    // The client is back.
+    assert!(handshake(lax_client, server).await.server.is_ok());
+}
+
+#[tokio::test]
+async fn no_session_brings_a_revoked_client_back() {
+    let ca = TestCa::new();
+    let (revocations, publisher) = Revocations::fixed(ca.crl(&[], |_| {}).der());
+    let server = Credentials::under(&ca.svid(&id("cart")), &with_list(&revocations)).unwrap();
+    let server = server.server_config().unwrap();
+    let leaf = ca.leaf(&[&id("web").to_string()], |_| {});
+    let list = ca.crl(&[&leaf.certificate], |_| {});
+    // One that would resume: it keeps what the server gives it.
+    let client = Arc::new(lax_client(Some(leaf)));
+    for _ in 0..2 {
+        let outcome = handshake(Arc::clone(&client), server.clone()).await;
+        assert!(!outcome.server.unwrap().resumed && !outcome.client.unwrap().resumed);
+    }
+    publisher.publish(list.der());
+    let refused = handshake(client, server).await;
+    assert!(refused.server.unwrap_err().contains("revoked"));
+}
+
+#[tokio::test]
+async fn a_proof_ends_when_it_is_revoked() {
+    let ca = TestCa::new();
+    let (web, cart) = (ca.svid(&id("web")), ca.svid(&id("cart")));
+    let (revocations, publisher) = Revocations::fixed(ca.crl(&[], |_| {}).der());
+    let server = Credentials::under(&cart, &with_list(&revocations)).unwrap();
+    let (mut of_web, mut other) = (server.proof(&web.chain), server.proof(&cart.chain));
+    let mut of_none = Credentials::new(&cart).unwrap().proof(&web.chain);
+    let soon = Duration::from_secs(60);
+    let (error, ()) = tokio::join!(tokio::time::timeout(soon, of_web.revoked()), async {
+        tokio::task::yield_now().await;
+        publisher.publish(ca.crl(&[], |_| {}).der());
+        tokio::task::yield_now().await;
+        publisher.publish(ca.crl(&[&web.chain[0]], |_| {}).der());
+    });
+    assert!(
+        error
+            .unwrap()
+            .to_string()
+            .contains("sa/web is refused: its certificate")
+    );
+    // Had it been made too late to hear of it, it would know.
+    tokio::time::timeout(soon, server.proof(&web.chain).revoked())
+        .await
+        .unwrap();
+    for proof in [&mut other, &mut of_none] {
+        let mut revoked = Box::pin(proof.revoked());
+        assert!(futures_util::FutureExt::now_or_never(revoked.as_mut()).is_none());
+    }
+}
+
+#[tokio::test]
+async fn an_alias_is_the_own_trust_domain_on_either_side() {
+    let ca = TestCa::new();
+    let old = |name: &str| SpiffeId::new("old.domain", "shop", name).unwrap();
+    let foreign = SpiffeId::new("foreign", "shop", "web").unwrap();
+    let rules = PeerRules {
+        aliases: Aliases::of("cluster.local", ["old.domain"]).unwrap(),
+        ..PeerRules::default()
+    };
+    let of = |id: &SpiffeId| Credentials::under(&ca.svid(id), &rules).unwrap();
+    for (client, server, expected, problem) in [
+        (old("web"), id("cart"), id("cart"), None),
+        (id("web"), old("cart"), id("cart"), None),
+        (id("web"), id("cart"), old("cart"), None),
+        (old("web"), old("cart"), old("cart"), None),
+        (
+            id("web"),
+            old("other"),
+            id("cart"),
+            Some("the server is spiffe://old.domain/ns/shop/sa/other"),
+        ),
+        (
+            foreign.clone(),
+            id("cart"),
+            id("cart"),
+            Some("not of trust domain"),
+        ),
+        (
+            id("web"),
+            foreign,
+            id("web"),
+            Some("the server is spiffe://foreign/"),
+        ),
+    ] {
+        let config = of(&client)
+            .client_config(std::slice::from_ref(&expected))
+            .unwrap();
+        let outcome = handshake(Arc::new(config), of(&server).server_config().unwrap()).await;
+        match problem {
+            // Each is told as it is, not as its alias.
+            None => assert_eq!(
+                (outcome.client.unwrap().peer, outcome.server.unwrap().peer),
+                (Some(server), Some(client))
+            ),
+            Some(text) => {
+                let errors = [outcome.client.err(), outcome.server.err()];
+                assert!(
+                    errors.iter().flatten().any(|error| error.contains(text)),
+                    "{errors:?}"
+                );
+            }
+        }
+    }
 }

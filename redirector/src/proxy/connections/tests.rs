@@ -117,6 +117,24 @@ async fn reason(admitted: &Admitted) -> String {
 }
 
 #[tokio::test]
+async fn policies_take_the_names_of_the_pod_s_trust_domain_for_one() {
+    let allowed = Match {
+        principals: vec![StringMatch::exact("cluster.local/ns/shop/sa/a").unwrap()],
+        ..Match::default()
+    };
+    let allow = policy("a", Scope::Global, Action::Allow, vec![allowed]);
+    let (_mesh, receiver) = watch::channel(mesh(&[allow], &[]));
+    let old = Flow {
+        identity: Some(SpiffeId::new("old.domain", "shop", "a").unwrap()),
+        ..flow("a", 80)
+    };
+    let made = || Connections::new(info("web"), Home::default(), receiver.clone());
+    let named = made().in_one_domain(["old.domain", "cluster.local"].map(Arc::from).into());
+    assert!(Arc::new(named).admit(old.clone()).is_ok());
+    assert!(Arc::new(made()).admit(old).is_err());
+}
+
+#[tokio::test]
 async fn what_a_change_denies_is_revoked_with_the_policy_s_name_and_the_rest_stays() {
     let followed = Followed::new(mesh(&[], &[]));
     let [denied, permitted] = [81, 80].map(|port| followed.admit(flow("a", port)).unwrap());

@@ -22,7 +22,11 @@ use super::{
     until_dead,
     window::WindowShare,
 };
-use crate::{identity, mesh::spiffe::SpiffeId, proxy::dial};
+use crate::{
+    identity::{self, tls::Proof},
+    mesh::spiffe::SpiffeId,
+    proxy::dial,
+};
 
 /// Why there is no tunnelled connection.
 #[derive(Debug, thiserror::Error)]
@@ -217,12 +221,20 @@ impl Lease {
     }
 }
 
-/// Performs the HTTP/2 handshake over `io`. The connection lives as long as the returned driver is run.
+/// A byte stream to a peer, on which HTTP/2 is to be spoken.
+pub(crate) struct Dialled<IO> {
+    pub(crate) io: IO,
+    /// Who is there, by its certificate.
+    pub(crate) peer: Option<SpiffeId>,
+    /// By which that is known.
+    pub(crate) proof: Proof,
+}
+
+/// Performs the HTTP/2 handshake with whom was `dialled`. The connection lives as long as the returned driver is run.
 pub(super) async fn handshake<IO>(
-    io: IO,
+    dialled: Dialled<IO>,
     number: u64,
     tunnel: SocketAddr,
-    peer: Option<SpiffeId>,
     max_streams: usize,
     config: Http2Config,
     window: WindowShare,
@@ -230,6 +242,7 @@ pub(super) async fn handshake<IO>(
 where
     IO: AsyncRead + AsyncWrite + Unpin,
 {
+    let Dialled { io, peer, proof } = dialled;
     let (sender, connection) = h2::client::Builder::new()
         .initial_window_size(config.stream_window_bytes)
         .initial_connection_window_size(config.connection_window_bytes)
@@ -261,6 +274,7 @@ where
         Driver {
             shared,
             connection,
+            proof,
             config,
             window,
         },
@@ -271,6 +285,7 @@ where
 pub(super) struct Driver<IO: AsyncRead + AsyncWrite + Unpin> {
     shared: Arc<Connection>,
     connection: h2::client::Connection<IO, Queued>,
+    proof: Proof,
     config: Http2Config,
     window: WindowShare,
 }
@@ -280,6 +295,7 @@ impl<IO: AsyncRead + AsyncWrite + Unpin> Driver<IO> {
     pub(super) async fn run(mut self) {
         let tunnel = self.shared.tunnel;
         let mut dead = pin!(until_dead(self.connection.ping_pong(), self.config));
+        let mut revoked = pin!(self.proof.revoked());
         loop {
             tokio::select! {
                 end = &mut self.connection => {
@@ -290,6 +306,10 @@ impl<IO: AsyncRead + AsyncWrite + Unpin> Driver<IO> {
                 }
                 () = &mut dead => {
                     tracing::info!(%tunnel, deadline = ?self.config.ping_deadline, "tunnel is dead: no answer to PING");
+                    break;
+                }
+                error = &mut revoked => {
+                    tracing::warn!(%tunnel, %error, "tunnel closed");
                     break;
                 }
                 () = self.shared.grown.notified() => {

@@ -21,8 +21,8 @@ use tokio::{
 
 use super::{
     Http2Config,
-    client::{self, Error, Stream},
-    pool::{Dialled, PoolConfig},
+    client::{self, Dialled, Error, Stream},
+    pool::PoolConfig,
     window::WindowShare,
 };
 use crate::proxy::copy::{Refused, Source};
@@ -120,9 +120,8 @@ pub(super) async fn open<IO>(
 where
     IO: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
-    let Dialled { io, peer } = dialled;
     let after = config.handshake_deadline;
-    let handshake = client::handshake(io, 0, tunnel, peer, 1, http2, window);
+    let handshake = client::handshake(dialled, 0, tunnel, 1, http2, window);
     let (connection, driver) = timeout(after, handshake)
         .await
         .map_err(|_| Error::HandshakeTimeout { tunnel, after })?

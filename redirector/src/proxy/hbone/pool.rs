@@ -24,7 +24,7 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 use super::{
     Http2Config,
-    client::{self, Connection, Driver, Error, Lease, Stream},
+    client::{self, Connection, Dialled, Driver, Error, Lease, Stream},
     nested,
     window::WindowBudget,
 };
@@ -72,13 +72,6 @@ pub(crate) struct Key {
     /// In order: the order is the route's, and the same route makes the same.
     pub(crate) expected: Arc<[SpiffeId]>,
     pub(crate) tunnel: SocketAddr,
-}
-
-/// A byte stream to a peer, on which HTTP/2 is to be spoken.
-pub(crate) struct Dialled<IO> {
-    pub(crate) io: IO,
-    /// Who is there, by its certificate.
-    pub(crate) peer: Option<SpiffeId>,
 }
 
 /// The pool.
@@ -266,13 +259,13 @@ impl Pool {
         F: Future<Output = Result<Dialled<IO>, Error>>,
     {
         let number = self.numbers.fetch_add(1, Ordering::Relaxed);
-        let Dialled { io, peer } = dial().await?;
+        let dialled = dial().await?;
         let tunnel = key.tunnel;
         let after = self.config.handshake_deadline;
         let limit = self.config.max_streams_per_connection;
         timeout(
             after,
-            client::handshake(io, number, tunnel, peer, limit, self.http2, self.windows.share()),
+            client::handshake(dialled, number, tunnel, limit, self.http2, self.windows.share()),
         )
         .await
         .map_err(|_| Error::HandshakeTimeout { tunnel, after })?

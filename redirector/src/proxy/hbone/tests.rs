@@ -15,13 +15,14 @@ use tokio::{io::DuplexStream, task::JoinHandle};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 use super::{
-    client::{Error, Stream},
-    pool::{Dialled, Key, Pool, PoolConfig},
+    client::{Dialled, Error, Stream},
+    pool::{Key, Pool, PoolConfig},
     server::{self, Connect},
     window::WindowBudget,
     *,
 };
 use crate::{
+    identity::tls::Proof,
     mesh::workload::WorkloadUid,
     proxy::copy::{Refused, Sink, Source},
 };
@@ -103,6 +104,7 @@ impl World {
         Ok(Dialled {
             io: near,
             peer: Some("spiffe://td/ns/shop/sa/cart".parse().unwrap()),
+            proof: Proof::default(),
         })
     }
 
@@ -524,6 +526,7 @@ async fn a_black_hole_ends_by_ping() {
         Ok(Dialled {
             io: io.lock().unwrap().take().unwrap(),
             peer: None,
+            proof: Proof::default(),
         })
     };
     let mut stream = world.pool.open(&key, &request, dial).await.unwrap();

@@ -8,7 +8,9 @@ use tokio::{
 
 use super::*;
 use crate::{
-    identity::{CertSource, Error, Svid, store::Store, testing::TestCa},
+    identity::{
+        CertSource, Error, Svid, crl_file::Revocations, store::Store, testing::TestCa, trust::PeerRules,
+    },
     mesh::{
         index::Mesh,
         policy::{Action, Match, Policy, Scope},
@@ -95,11 +97,16 @@ impl World {
 
     /// With these authorities.
     async fn with(config: Config, cas: Vec<(&'static str, Arc<TestCa>)>) -> Self {
+        Self::under(PeerRules::default(), config, cas).await
+    }
+
+    /// And with these rules for peers.
+    async fn under(rules: PeerRules, config: Config, cas: Vec<(&'static str, Arc<TestCa>)>) -> Self {
         let certified: Vec<_> = cas.iter().map(|(account, _)| id(account)).collect();
         let mesh = watch::Sender::new(mesh(&[]));
         let shared = Arc::new(Shared {
             mesh: mesh.subscribe(),
-            identities: Store::new(Arc::new(Issuer(cas))),
+            identities: Store::new(Arc::new(Issuer(cas)), rules),
             redirector: Arc::new(NoRedirect),
             config: Config {
                 same_node_direct: true,
@@ -500,7 +507,7 @@ fn only_a_new_certificate_is_looked_at_anew() {
     let met = Met::default();
     let (client, server) = (id("web"), id("cart"));
     met.check((&client, &web), (&server, &cart)).unwrap();
-    let kept = || met.0.lock().unwrap()[&(client.clone(), server.clone())].clone();
+    let kept = || met.0.lock().unwrap()[&(client.clone(), server.clone())].0.clone();
     let is = |pair: Ends<Weak<Credentials>>, [one, other]: [&Arc<Credentials>; 2]| {
         pair.0.ptr_eq(&Arc::downgrade(one)) && pair.1.ptr_eq(&Arc::downgrade(other))
     };
@@ -512,4 +519,60 @@ fn only_a_new_certificate_is_looked_at_anew() {
     let other = Arc::new(Credentials::new(&TestCa::new().svid(&server)).unwrap());
     met.check((&client, &web), (&server, &other)).unwrap_err();
     assert!(is(kept(), [&web, &renewed]));
+}
+
+/// The server's workload is gone, so that its side waits.
+#[tokio::test]
+async fn a_connection_ends_when_either_end_is_revoked() {
+    for revoked in ["web", "cart"] {
+        let ca = Arc::new(TestCa::new());
+        let (revocations, publisher) = Revocations::fixed(ca.crl(&[], |_| {}).der());
+        let rules = PeerRules {
+            revocations,
+            ..PeerRules::default()
+        };
+        let cas = vec![("web", Arc::clone(&ca)), ("cart", Arc::clone(&ca))];
+        let config = Config {
+            mesh_deadline: 10 * DEADLINE,
+            ..Config::default()
+        };
+        let world = World::under(rules, config, cas).await;
+        let (mut caller, joined) = world.connect().await;
+        let alone = Mesh::new(vec![workload("web", WEB)], vec![]);
+        world.mesh.send_replace(Arc::new(alone));
+        let pod = if revoked == "web" { &world.web } else { &world.cart };
+        let current = pod.identity.current().unwrap();
+        let ends = async {
+            tokio::task::yield_now().await;
+            publisher.publish(ca.crl(&[&current.chain()[0]], |_| {}).der());
+            assert!(is_reset(caller.read(&mut [0]).await), "{revoked}");
+        };
+        timeout(DEADLINE, async { tokio::join!(joined, ends) })
+            .await
+            .unwrap();
+    }
+}
+
+#[tokio::test]
+async fn new_revocation_lists_are_asked_at_once() {
+    let ca = TestCa::new();
+    let web = ca.svid(&id("web"));
+    let (revocations, publisher) = Revocations::fixed(ca.crl(&[], |_| {}).der());
+    let rules = PeerRules {
+        revocations,
+        ..PeerRules::default()
+    };
+    let made = |svid: &Svid| Arc::new(Credentials::under(svid, &rules).unwrap());
+    let (client, server) = (made(&web), made(&ca.svid(&id("cart"))));
+    let met = Met::default();
+    let check = || met.check((&id("web"), &client), (&id("cart"), &server));
+    check().unwrap();
+    publisher.publish(ca.crl(&[], |_| {}).der());
+    check().unwrap();
+    publisher.publish(ca.crl(&[&web.chain[0]], |_| {}).der());
+    let refused = check().unwrap_err();
+    assert!(
+        crate::proxy::record::chain(&refused).contains("revoked"),
+        "{refused:?}"
+    );
 }

@@ -227,6 +227,7 @@ impl Trial {
         Ok(Dialled {
             io: Link::new(near, wrong),
             peer: None,
+            proof: Proof::default(),
         })
     }
 

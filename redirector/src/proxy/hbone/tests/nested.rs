@@ -62,6 +62,7 @@ async fn open_within(world: &World, authority: &str) -> Result<(Stream, Driver),
     let dialled = Dialled {
         io: StreamIo::new(outer),
         peer: Some("spiffe://td/ns/far/sa/cart".parse().unwrap()),
+        proof: Proof::default(),
     };
     world
         .pool
