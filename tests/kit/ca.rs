@@ -1,14 +1,23 @@
 //! Certificates for peers that are not ours, signed by the development root of an agent.
 
 use std::{
+    ffi::OsStr,
     fs,
     path::{Path, PathBuf},
+    process::Command,
+    time::{Duration, SystemTime},
 };
 
 use anyhow::{Context, Result};
-use rcgen::{CertificateParams, DnType, ExtendedKeyUsagePurpose, Issuer, KeyPair, SanType};
+use rcgen::{
+    CertificateParams, CertificateRevocationListParams, DnType, ExtendedKeyUsagePurpose, Issuer, KeyIdMethod,
+    KeyPair, RevokedCertParams, SanType,
+};
 
-use crate::wait;
+use crate::{process::output, wait};
+
+/// It signs a list in milliseconds.
+const OPENSSL_DEADLINE: Duration = Duration::from_secs(60);
 
 /// The files of a peer's certificate, in PEM.
 #[derive(Debug, Clone)]
@@ -88,6 +97,67 @@ impl Root {
         .unwrap_or_else(|error| panic!("an expired certificate for {identity}: {error:#}"))
     }
 
+    /// A list, in PEM, of the certificates that it has taken back, by their serial numbers as openssl prints them.
+    ///
+    /// # Panics
+    /// When it cannot be signed.
+    pub fn crl(&self, revoked: &[&str]) -> String {
+        let make = || -> Result<String> {
+            let key = KeyPair::from_pem(&fs::read_to_string(&self.key)?)?;
+            let issuer = Issuer::from_ca_cert_pem(&fs::read_to_string(&self.certificate)?, key)?;
+            let now = SystemTime::now();
+            let revoked = revoked.iter().map(|serial| {
+                Ok(RevokedCertParams {
+                    serial_number: bytes(serial)?.into(),
+                    revocation_time: now.into(),
+                    reason_code: None,
+                    invalidity_date: None,
+                })
+            });
+            let params = CertificateRevocationListParams {
+                this_update: now.into(),
+                next_update: (now + Duration::from_secs(3600)).into(),
+                crl_number: 1.into(),
+                issuing_distribution_point: None,
+                revoked_certs: revoked.collect::<Result<_>>()?,
+                key_identifier_method: KeyIdMethod::Sha256,
+            };
+            Ok(params.signed_by(&issuer)?.pem()?)
+        };
+        make().unwrap_or_else(|error| panic!("a revocation list: {error:#}"))
+    }
+
+    /// The same by openssl's small authority, in `directory`. By its defaults such a list is of version 1.
+    ///
+    /// # Panics
+    /// When openssl fails.
+    pub fn crl_by_openssl(&self, directory: &Path, revoked: &[&Credentials]) -> String {
+        let config = directory.join("openssl-ca.cnf");
+        let database = directory.join("openssl-ca.index");
+        let text = format!(
+            "[ca]\ndefault_ca = own\n[own]\ndatabase = {}\ndefault_md = sha256\ndefault_crl_days = 1\n",
+            database.display()
+        );
+        fs::write(&config, text).unwrap();
+        fs::write(&database, "").unwrap();
+        let ca = |arguments: &[&OsStr]| {
+            let mut openssl = Command::new("openssl");
+            openssl.args(["ca", "-batch", "-config"]).arg(&config);
+            openssl
+                .arg("-cert")
+                .arg(&self.certificate)
+                .arg("-keyfile")
+                .arg(&self.key);
+            run(openssl.args(arguments))
+        };
+        for files in revoked {
+            ca(&["-revoke".as_ref(), files.certificate.as_ref()]);
+        }
+        let list = directory.join("openssl-ca.crl");
+        ca(&["-gencrl".as_ref(), "-out".as_ref(), list.as_ref()]);
+        fs::read_to_string(&list).unwrap()
+    }
+
     /// Itself as a certificate that nobody else has signed.
     pub fn as_credentials(&self) -> Credentials {
         Credentials {
@@ -96,6 +166,37 @@ impl Root {
             root: self.certificate.clone(),
         }
     }
+}
+
+impl Credentials {
+    /// The certificate's serial number, as openssl prints it.
+    ///
+    /// # Panics
+    /// When openssl fails.
+    pub fn serial(&self) -> String {
+        let mut openssl = Command::new("openssl");
+        openssl
+            .args(["x509", "-noout", "-serial", "-in"])
+            .arg(&self.certificate);
+        let text = run(&mut openssl);
+        let serial = text.trim().strip_prefix("serial=");
+        serial
+            .unwrap_or_else(|| panic!("openssl says {text:?}"))
+            .to_owned()
+    }
+}
+
+/// Of hexadecimal digits.
+fn bytes(text: &str) -> Result<Vec<u8>> {
+    let byte = |at| Ok(u8::from_str_radix(&text[at..at + 2], 16)?);
+    (0..text.len()).step_by(2).map(byte).collect()
+}
+
+/// What a program prints.
+fn run(command: &mut Command) -> String {
+    let (status, text) = output(command, OPENSSL_DEADLINE);
+    assert!(status.success(), "{command:?}: {text}");
+    text
 }
 
 /// The root's certificate and key: the files in PEM, by what they hold, whatever they are called.

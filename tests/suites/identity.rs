@@ -2,7 +2,7 @@
 
 use std::{
     fs,
-    io::{Read as _, Write as _},
+    io::{ErrorKind, Read as _, Write as _},
     net::TcpStream,
     path::Path,
     process::ExitCode,
@@ -30,6 +30,14 @@ fn main() -> ExitCode {
             "certificates_come_from_a_workload_api_and_outlive_it",
             certificates_come_from_a_workload_api_and_outlive_it,
         ),
+        case(
+            "who_is_revoked_is_refused_and_cut_off_and_comes_back",
+            who_is_revoked_is_refused_and_cut_off_and_comes_back,
+        ),
+        case(
+            "an_alias_of_the_trust_domain_is_let_in_and_a_foreign_one_is_not",
+            an_alias_of_the_trust_domain_is_let_in_and_a_foreign_one_is_not,
+        ),
     ];
     suite(Needs::Agent, 2, cases)
 }
@@ -38,18 +46,30 @@ fn identity(pod: &Pod) -> String {
     format!("spiffe://cluster.local/ns/demo/sa/{}", pod.name)
 }
 
-/// Two pods, and a root that signs for them. The agent is dropped first.
+/// Pods, and a root that signs for them. The agent is dropped first.
 struct World {
     agent: Agent,
     root: Root,
     client: Pod,
     server: Pod,
+    /// A second client.
+    other: Pod,
     node: Node,
 }
 
 impl World {
     fn new(arguments: &[&str], environment: Vec<(String, String)>, node: Node) -> Self {
-        let [client, server] = ["client", "server"].map(|name| node.pod(name));
+        Self::with(arguments, environment, node, |workloads| workloads)
+    }
+
+    /// The workload file as `changed`.
+    fn with(
+        arguments: &[&str],
+        environment: Vec<(String, String)>,
+        node: Node,
+        changed: impl FnOnce(Workloads) -> Workloads,
+    ) -> Self {
+        let [client, server, other] = ["client", "server", "other"].map(|name| node.pod(name));
         let tunnels = ["--pool-unused-release-timeout", "100ms"];
         let options = Options {
             environment,
@@ -61,15 +81,18 @@ impl World {
                 .collect(),
             ..Options::default()
         };
-        let agent = Agent::start(&node, &Workloads::hbone([&client, &server]), options);
-        agent.enrol(&client);
-        agent.enrol(&server);
+        let pods = [&client, &server, &other];
+        let agent = Agent::start(&node, &changed(Workloads::hbone(pods)), options);
+        for pod in pods {
+            agent.enrol(pod);
+        }
         let root = Root::create(node.directory());
         Self {
             agent,
             root,
             client,
             server,
+            other,
             node,
         }
     }
@@ -96,6 +119,29 @@ impl World {
             .clone()
     }
 
+    /// What it says of the revocation lists: what is wrong, and how many certificates are on each.
+    fn revocations(&self) -> (String, Vec<u64>) {
+        let dump: serde_json::Value = serde_json::from_str(&self.dump()).unwrap();
+        let shown = &dump["revocations"];
+        let lists = shown["lists"].as_array().unwrap().iter();
+        (
+            shown["problem"].as_str().unwrap_or_default().to_owned(),
+            lists.map(|list| list["revoked"].as_u64().unwrap()).collect(),
+        )
+    }
+
+    /// Waits until the agent has told something of what it was refused, or has refused.
+    fn tells(&self, texts: &[&str]) {
+        let told = || {
+            let _ = self.ask();
+            let log = self.agent.log();
+            log.lines()
+                .any(|line| texts.iter().all(|text| line.contains(text)))
+                .then_some(())
+        };
+        wait::until(&format!("{texts:?} in the log"), told);
+    }
+
     fn dump(&self) -> String {
         let admin = (std::net::Ipv4Addr::LOCALHOST, 15000).into();
         app::http_get(&self.node.host.ns, admin, "/config_dump")
@@ -112,7 +158,11 @@ impl World {
 
 /// A connection to the server's echo, which is in use.
 fn open(world: &World) -> TcpStream {
-    let stream = app::connect(&world.client.ns, world.server.addr(Family::V4, PORT)).unwrap();
+    open_from(world, &world.client)
+}
+
+fn open_from(world: &World, client: &Pod) -> TcpStream {
+    let stream = app::connect(&client.ns, world.server.addr(Family::V4, PORT)).unwrap();
     stream.set_read_timeout(Some(app::IO_DEADLINE)).unwrap();
     stream
 }
@@ -120,6 +170,25 @@ fn open(world: &World) -> TcpStream {
 fn echoes(mut stream: &TcpStream) {
     stream.write_all(b"ping").unwrap();
     stream.read_exact(&mut [0; 4]).unwrap();
+}
+
+/// That the connection ends, and not by nobody having said anything.
+fn ends(mut stream: &TcpStream) {
+    match stream.read(&mut [0]) {
+        Ok(0) => {}
+        Ok(_) => panic!("it goes on"),
+        Err(error) => assert!(
+            !matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut),
+            "it is open still: {error}"
+        ),
+    }
+}
+
+/// As a mount is changed: at once.
+fn replace(path: &Path, content: &str) {
+    let next = path.with_extension("next");
+    fs::write(&next, content).unwrap();
+    fs::rename(&next, path).unwrap();
 }
 
 /// Puts a set where the agent looks for it, one file after another.
@@ -218,4 +287,142 @@ fn certificates_come_from_a_workload_api_and_outlive_it() {
     world.meets();
     echoes(&stream);
     world.tells_no_secrets();
+}
+
+/// Lists by rcgen and by openssl; all pods' certificates are of one root.
+fn who_is_revoked_is_refused_and_cut_off_and_comes_back() {
+    let node = Node::new();
+    let [certificates, lists] = ["certificates", "crl.pem"].map(|name| node.directory().join(name));
+    fs::create_dir(&certificates).unwrap();
+    let arguments = [
+        "--cert-dir",
+        certificates.to_str().unwrap(),
+        "--crl-file",
+        lists.to_str().unwrap(),
+    ];
+    let no_ca = vec![("FAKE_CA".to_owned(), "false".to_owned())];
+    let world = World::new(&arguments, no_ca, node);
+    let _echo = App::start(&world.server.ns, (Family::V4.any(), PORT).into(), app::echo);
+    let pods = [&world.client, &world.server, &world.other];
+    let files = pods.map(|pod| world.issue(pod, &pod.name));
+    for (pod, files) in pods.iter().zip(&files) {
+        put(&certificates.join(&pod.name), files);
+    }
+    let [client, server, _] = &files;
+
+    // Without its file, an agent lets everybody in, and says so.
+    let (problem, in_force) = world.revocations();
+    assert!(problem.contains("crl.pem") && in_force.is_empty(), "{problem}");
+    assert!(
+        world
+            .agent
+            .log()
+            .contains("no revocation list (CRL_PATH) is in force")
+    );
+    world.meets();
+    replace(&lists, &world.root.crl(&[]));
+    wait::until("the empty list", || {
+        (world.revocations() == (String::new(), vec![0])).then_some(())
+    });
+    world.meets();
+
+    let (cut, stays) = (open(&world), open_from(&world, &world.other));
+    echoes(&cut);
+    echoes(&stays);
+    replace(&lists, &world.root.crl(&[&client.serial()]));
+    ends(&cut);
+    echoes(&stays);
+    assert!(world.ask().is_err());
+    world.tells(&["tunnel closed", &identity(&world.client), &client.serial()]);
+    world.tells(&[
+        "TLS handshake failed",
+        &identity(&world.client),
+        &client.serial(),
+        "has been revoked by",
+    ]);
+    echoes(&open_from(&world, &world.other));
+
+    // What cannot be read lifts nothing.
+    for garbage in ["-----BEGIN X509 CRL-----\nMIIB", ""] {
+        replace(&lists, garbage);
+        wait::until("the garbage to be told", || {
+            let (problem, in_force) = world.revocations();
+            assert_eq!(in_force, [1]);
+            let told = if garbage.is_empty() {
+                "no revocation list"
+            } else {
+                "cut off"
+            };
+            problem.contains(told).then_some(())
+        });
+        assert!(world.ask().is_err());
+    }
+
+    // The other side's, by somebody else's hand: the client is let in, and lets nobody answer.
+    replace(
+        &lists,
+        &world.root.crl_by_openssl(world.node.directory(), &[server]),
+    );
+    wait::until("openssl's list", || {
+        (world.revocations() == (String::new(), vec![1])).then_some(())
+    });
+    ends(&stays);
+    assert!(world.ask().is_err());
+    let refused = format!("{} is refused", identity(&world.server));
+    world.tells(&[
+        "TLS handshake with",
+        &refused,
+        &server.serial(),
+        "has been revoked by",
+    ]);
+
+    // A new certificate is another number.
+    put(
+        &certificates.join(&world.server.name),
+        &world.issue(&world.server, "renewed"),
+    );
+    world.meets();
+    world.tells_no_secrets();
+}
+
+/// The client is of another trust domain than the server, whose policy names it as one of the server's own.
+fn an_alias_of_the_trust_domain_is_let_in_and_a_foreign_one_is_not() {
+    for (domain, is_alias) in [("old.domain", true), ("foreign.domain", false)] {
+        let node = Node::new();
+        let certificates = node.directory().join("certificates");
+        fs::create_dir(&certificates).unwrap();
+        let arguments = [
+            "--cert-dir",
+            certificates.to_str().unwrap(),
+            "--trust-domain-alias",
+            "older.domain",
+            "--trust-domain-alias",
+            "old.domain",
+        ];
+        let no_ca = vec![("FAKE_CA".to_owned(), "false".to_owned())];
+        let world = World::with(&arguments, no_ca, node, |workloads| {
+            let principal = serde_json::json!({"principals": [{"Exact": "cluster.local/ns/demo/sa/client"}]});
+            workloads
+                .with_workload_key("client", "trustDomain", domain.into())
+                .with_policy("client-alone", "Allow", &[principal])
+        });
+        let _echo = App::start(&world.server.ns, (Family::V4.any(), PORT).into(), app::echo);
+        let of_client = identity(&world.client).replace("cluster.local", domain);
+        let directory = world.node.directory();
+        let client = world.root.issue(directory, "client", &of_client);
+        put(&certificates.join("client"), &client);
+        for pod in [&world.server, &world.other] {
+            put(&certificates.join(&pod.name), &world.issue(pod, &pod.name));
+        }
+        if is_alias {
+            world.meets();
+            // It is in the logs as it is; the policy does not let in just anybody.
+            world.tells(&["inbound", &of_client]);
+            let other = app::ask(&world.other.ns, world.server.addr(Family::V4, PORT), "hello\n");
+            assert!(other.map_or(true, |answer| answer.is_empty()));
+        } else {
+            world.tells(&["TLS handshake failed", &of_client, "not of trust domain"]);
+            assert!(world.ask().is_err());
+        }
+    }
 }
