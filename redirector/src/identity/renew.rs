@@ -18,7 +18,7 @@ use tokio::{
     time::{Instant, timeout},
 };
 
-use super::{CertSource, Error, Svid};
+use super::{CertSource, Error, Svid, tls::Credentials};
 use crate::mesh::spiffe::SpiffeId;
 
 /// Whoever makes a certificate when asked.
@@ -27,7 +27,8 @@ pub trait Issuer: Send + Sync + 'static {
     fn issue(&self, id: &SpiffeId) -> impl Future<Output = Result<Svid, Error>> + Send;
 }
 
-/// Requests at once, and how many of them may be for identities that have a certificate still: these can wait.
+/// Requests at once, and how many of them may be for identities that have a certificate still, or that got none when they asked:
+/// these can wait, and must not keep out a pod that comes new, however long each request takes.
 const REQUESTS: (usize, usize) = (8, 6);
 
 /// Time for one request.
@@ -53,7 +54,7 @@ struct Shared<I> {
     issuer: I,
     requests: Semaphore,
     /// Those of them that can wait.
-    renewals: Semaphore,
+    patient: Semaphore,
     /// Changes when the issuer answers after a failure.
     recovered: watch::Sender<()>,
 }
@@ -75,7 +76,7 @@ impl<I: Issuer> Renewing<I> {
         Self(Arc::new(Shared {
             issuer,
             requests: Semaphore::new(REQUESTS.0),
-            renewals: Semaphore::new(REQUESTS.1),
+            patient: Semaphore::new(REQUESTS.1),
             recovered: watch::Sender::default(),
         }))
     }
@@ -121,17 +122,24 @@ impl<I: Issuer> Renewal<I> {
 
     async fn issue(&self) -> Result<Svid, Error> {
         let closed = "the semaphores are never closed";
-        let can_wait = self.valid_for().is_some();
-        let _renewal = match can_wait {
-            true => Some(self.shared.renewals.acquire().await.expect(closed)),
+        let can_wait = self.failures > 0 || self.valid_for().is_some();
+        let _patient = match can_wait {
+            true => Some(self.shared.patient.acquire().await.expect(closed)),
             false => None,
         };
         let _request = self.shared.requests.acquire().await.expect(closed);
+        let failed = |why: Box<dyn std::error::Error + Send + Sync>| {
+            Error::new(format!("certificate for {}", self.id), why)
+        };
         let issuing = self.shared.issuer.issue(&self.id);
-        timeout(REQUEST_DEADLINE, issuing).await.unwrap_or_else(|_| {
-            let late = format!("no answer within {REQUEST_DEADLINE:?}");
-            Err(Error::new(format!("certificate for {}", self.id), late))
-        })
+        let late = |_| failed(format!("no answer within {REQUEST_DEADLINE:?}").into());
+        let svid = timeout(REQUEST_DEADLINE, issuing).await.map_err(late)??;
+        // One that cannot be used is a failure like others: by its own times, the next one would be hours away.
+        if SystemTime::now() >= svid.not_after {
+            return Err(failed(Box::new(Over(svid.not_after))));
+        }
+        Credentials::new(&svid).map_err(|error| failed(Box::new(error)))?;
+        Ok(svid)
     }
 
     /// How long the newest certificate is still valid.
@@ -168,6 +176,11 @@ impl<I: Issuer> Renewal<I> {
         }
     }
 }
+
+/// A certificate that came too late to be of use.
+#[derive(Debug, thiserror::Error)]
+#[error("it expired at {} before it came: a clock is wrong, here or where it was made", time::OffsetDateTime::from(*.0))]
+struct Over(SystemTime);
 
 /// Sleeps by the timer or by the wall clock, whichever gets there first.
 async fn sleep(duration: Duration) {

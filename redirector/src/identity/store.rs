@@ -325,7 +325,7 @@ impl Keeper {
     }
 
     /// One that begins later, since its maker's clock is ahead, takes the place of a good one when its time has come: peers would
-    /// refuse it before.
+    /// refuse it before. Without a good one it is used at once: it may be our clock that is wrong.
     async fn wait_for_begin(&self, next: &Current) {
         let now = (self.clock)();
         let Ok(ahead) = next.not_before.duration_since(now) else {
@@ -339,10 +339,9 @@ impl Keeper {
                 .map(|current| current.not_after.duration_since(now));
             left.and_then(Result::ok).unwrap_or_default()
         };
-        let wait = ahead.min(left);
-        if !wait.is_zero() {
+        if !ahead.is_zero() {
             tracing::warn!(id = %self.id, ?ahead, "a new certificate begins later: a clock is wrong, here or where it was made");
-            tokio::time::sleep(wait).await;
+            tokio::time::sleep(ahead.min(left)).await;
         }
     }
 

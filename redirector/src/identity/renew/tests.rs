@@ -13,6 +13,10 @@ use crate::identity::testing::{TestCa, id};
 struct Scripted {
     ca: TestCa,
     takes: Duration,
+    /// Identities that it never answers: those whose text has this in it.
+    silent_for: &'static str,
+    /// How it spoils what it makes.
+    spoils: fn(&mut Svid),
     lifetime: Duration,
     /// Whether it fails, at each request; then for ever as the last one.
     fails: Mutex<VecDeque<bool>>,
@@ -26,6 +30,8 @@ impl Scripted {
         Self {
             ca: TestCa::new(),
             takes: Duration::from_millis(100),
+            silent_for: "nobody",
+            spoils: |_| {},
             lifetime: Duration::from_secs(3600),
             fails: Mutex::new(fails.iter().copied().collect()),
             asked: AtomicUsize::new(0),
@@ -40,6 +46,9 @@ impl Issuer for Arc<Scripted> {
         self.asked.fetch_add(1, Ordering::Relaxed);
         let open = self.open.fetch_add(1, Ordering::Relaxed) + 1;
         self.most.fetch_max(open, Ordering::Relaxed);
+        if id.to_string().contains(self.silent_for) {
+            std::future::pending::<()>().await;
+        }
         tokio::time::sleep(self.takes).await;
         self.open.fetch_sub(1, Ordering::Relaxed);
         let fails = {
@@ -55,6 +64,7 @@ impl Issuer for Arc<Scripted> {
         }
         let mut svid = self.ca.svid(id);
         svid.not_after = SystemTime::now() + self.lifetime;
+        (self.spoils)(&mut svid);
         Ok(svid)
     }
 }
@@ -172,4 +182,66 @@ async fn a_request_without_an_answer_ends_and_holds_up_nobody_for_ever() {
         assert!(error.contains("no answer within 30s"), "{error}");
     }
     assert!(start.elapsed() < Duration::from_secs(61));
+}
+
+#[tokio::test(start_paused = true)]
+async fn those_that_are_never_answered_do_not_keep_out_who_comes_new() {
+    let mut scripted = Scripted::new(&[]);
+    scripted.silent_for = "silent";
+    let (_, source) = renewing(scripted);
+    let hung = (0..40).map(|number| {
+        let mut svids = source.svids(&id(&format!("silent{number}")));
+        tokio::spawn(async move { while svids.next().await.is_some_and(|svid| svid.is_err()) {} })
+    });
+    let hung: Vec<_> = hung.collect();
+    // By then all have asked once; from then on some of them are always asking again.
+    tokio::time::sleep(Duration::from_secs(400)).await;
+    for number in 0..20 {
+        let start = Instant::now();
+        let mut svids = source.svids(&id(&format!("new{number}")));
+        svids.next().await.unwrap().unwrap();
+        assert!(start.elapsed() < Duration::from_secs(1), "{:?}", start.elapsed());
+        tokio::time::sleep(Duration::from_secs(7)).await;
+    }
+    for task in hung {
+        assert!(!task.is_finished());
+        task.abort();
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_cannot_be_used_is_asked_for_again_soon_whatever_its_times_say() {
+    type Spoils = fn(&mut Svid);
+    let cases: [(Spoils, &str); 4] = [
+        (
+            |svid| svid.key = TestCa::new().svid(&svid.id).key,
+            "cannot be used",
+        ),
+        (
+            |svid| svid.chain = TestCa::new().svid(&id("other")).chain,
+            "cannot be used",
+        ),
+        (
+            |svid| svid.roots = vec![TestCa::new().certificate()],
+            "UnknownIssuer",
+        ),
+        (
+            |svid| svid.not_after = SystemTime::now() - Duration::from_secs(1),
+            "a clock is wrong",
+        ),
+    ];
+    for (spoils, told) in cases {
+        let mut scripted = Scripted::new(&[]);
+        scripted.spoils = spoils;
+        let (_, source) = renewing(scripted);
+        let mut svids = source.svids(&id("web"));
+        let start = Instant::now();
+        for _ in 0..5 {
+            let error = svids.next().await.unwrap().unwrap_err();
+            let error = crate::telemetry::Chain(&error).to_string();
+            assert!(error.contains(told), "{told:?} is not in {error:?}");
+        }
+        assert!(start.elapsed() < Duration::from_secs(15), "{:?}", start.elapsed());
+        assert!(start.elapsed() > Duration::from_secs(5), "{:?}", start.elapsed());
+    }
 }
