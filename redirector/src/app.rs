@@ -184,7 +184,7 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
     let mut tasks = JoinSet::new();
     let mut registry = metrics::registry();
     let demand = config.xds_on_demand.then(Demand::default);
-    let (mesh, synced) = start_mesh(&config, demand.clone(), &mut registry, &mut tasks, &serving)?;
+    let (mesh, awaited) = start_mesh(&config, demand.clone(), &mut registry, &mut tasks, &serving)?;
     let rules = PeerRules {
         aliases: config.trust_domain_aliases.clone(),
         revocations: config
@@ -254,7 +254,7 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
         pods,
         probers,
         mesh: mesh.clone(),
-        synced,
+        awaited,
         identities: Arc::clone(&identities),
         registry,
         logs,
@@ -421,7 +421,7 @@ fn start_mesh(
     registry: &mut Registry,
     tasks: &mut JoinSet<()>,
     stop: &CancellationToken,
-) -> Result<(watch::Receiver<Arc<Mesh>>, watch::Receiver<bool>), Error> {
+) -> Result<(watch::Receiver<Arc<Mesh>>, xds::Awaited), Error> {
     let (source, file) = match &config.mesh {
         MeshSource::File(path) => {
             let (source, mesh) = FileSource::open(path).map_err(Error::Workloads)?;
@@ -446,11 +446,11 @@ fn start_mesh(
     }
     log_mesh(&receiver);
     let Some(plane) = &config.xds else {
-        return Ok((receiver, watch::channel(true).1));
+        return Ok((receiver, watch::channel(Vec::new()).1));
     };
     let metrics = Arc::new(xds::Metrics::default());
     metrics.register(registry);
-    let (client, synced) = xds::Client::new(
+    let (client, awaited) = xds::Client::new(
         plane.0.clone(),
         config.xds_identity.clone(),
         handle,
@@ -458,7 +458,7 @@ fn start_mesh(
         metrics,
     );
     tasks.spawn(client.run(stop.clone()));
-    Ok((receiver, synced))
+    Ok((receiver, awaited))
 }
 
 /// The rules for the pods, and the task that follows their file.

@@ -39,8 +39,8 @@ pub struct Admin {
     pub probers: watch::Receiver<Option<View>>,
     /// The mesh.
     pub mesh: watch::Receiver<Arc<Mesh>>,
-    /// Whether all sources of the mesh have told what they know.
-    pub synced: watch::Receiver<bool>,
+    /// The types of resources of which a control plane owes the first state.
+    pub awaited: watch::Receiver<Vec<&'static str>>,
     /// The identities in use.
     pub identities: Arc<Store>,
     /// The metrics.
@@ -134,8 +134,10 @@ impl Admin {
         if !self.pods.borrow().synced {
             pending.push("workload proxy manager".to_owned());
         }
-        if !*self.synced.borrow() {
-            pending.push("state manager".to_owned());
+        let awaited = self.awaited.borrow();
+        if !awaited.is_empty() {
+            // ztunnel's name of it, and what it waits for.
+            pending.push(format!("state manager (no {} yet)", awaited.join(", no ")));
         }
         if self.stopping.is_cancelled() {
             pending.push("shutdown".to_owned());

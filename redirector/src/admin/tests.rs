@@ -13,7 +13,7 @@ struct Fixture {
     admin: Arc<Admin>,
     pods: watch::Sender<Status>,
     _mesh: watch::Sender<Arc<Mesh>>,
-    synced: watch::Sender<bool>,
+    awaited: watch::Sender<Vec<&'static str>>,
     _logs: Box<dyn std::any::Any>,
 }
 
@@ -29,13 +29,13 @@ impl CertSource for Nobody {
 fn fixture() -> Fixture {
     let (pods, pods_view) = watch::channel(Status::default());
     let (mesh, mesh_view) = watch::channel(Arc::new(Mesh::default()));
-    let (synced, synced_view) = watch::channel(true);
+    let (awaited, awaited_view) = watch::channel(Vec::new());
     let (logs, layer) = logs::Control::detached();
     let admin = Admin {
         pods: pods_view,
         probers: watch::channel(Some(probers())).1,
         mesh: mesh_view,
-        synced: synced_view,
+        awaited: awaited_view,
         identities: Store::new(Arc::new(Nobody), PeerRules::default()),
         registry: metrics::registry(),
         logs,
@@ -48,7 +48,7 @@ fn fixture() -> Fixture {
         admin: Arc::new(admin),
         pods,
         _mesh: mesh,
-        synced,
+        awaited,
         _logs: Box::new(layer),
     }
 }
@@ -141,12 +141,14 @@ async fn readiness_follows_the_snapshot_and_not_single_pods() {
         pods: vec![pod(State::NotCaptured)],
     });
     assert_eq!(ready().await, (200, "ready\n".to_owned()));
-    fixture.synced.send_replace(false);
-    assert_eq!(
-        ready().await,
-        (500, "not ready, pending: state manager\n".to_owned())
-    );
-    fixture.synced.send_replace(true);
+    for (awaited, told) in [
+        (vec!["a.B", "c.D"], "state manager (no a.B, no c.D yet)"),
+        (vec!["c.D"], "state manager (no c.D yet)"),
+    ] {
+        fixture.awaited.send_replace(awaited);
+        assert_eq!(ready().await, (500, format!("not ready, pending: {told}\n")));
+    }
+    fixture.awaited.send_replace(Vec::new());
     fixture.admin.stopping.cancel();
     assert_eq!(ready().await, (500, "not ready, pending: shutdown\n".to_owned()));
 }

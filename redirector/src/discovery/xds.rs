@@ -45,8 +45,15 @@ const MAX_MESSAGE: usize = 200 << 20;
 /// Time until a server must have begun to answer, or to read. A large control plane may have much to gather for its first response.
 const FIRST_ANSWER: Duration = Duration::from_secs(60);
 
+/// Time until the log says which types have not come, and then twice as long each time, up to the longest: whoever asks why an
+/// agent is not ready looks there.
+const LACK_TOLD: (Duration, Duration) = (Duration::from_secs(10), Duration::from_secs(600));
+
 /// Requests that wait to be sent; there is one for each response, and responses are taken one by one. Names gather meanwhile.
 const REQUESTS: usize = 8;
+
+/// Tells the types of which the first state has not come.
+pub type Awaited = watch::Receiver<Vec<&'static str>>;
 
 /// The client.
 #[derive(Debug)]
@@ -56,8 +63,8 @@ pub struct Client {
     mesh: Handle,
     demand: Option<Demand>,
     metrics: Arc<Metrics>,
-    /// Whether every type that is asked for whole has come once.
-    synced: watch::Sender<bool>,
+    /// The types of which the first state has not come.
+    awaited: watch::Sender<Vec<&'static str>>,
 }
 
 /// How a connection ended.
@@ -78,33 +85,43 @@ enum End {
 }
 
 impl Client {
-    /// A client that has not connected yet, and what tells when the first state of every type that is asked for whole is here. With
-    /// `demand`, workloads and services are not.
+    /// A client that has not connected yet, and what it waits for. With `demand`, workloads and services are asked for by name.
     pub fn new(
         config: control_plane::Config,
         identity: Identity,
         mesh: Handle,
         demand: Option<Demand>,
         metrics: Arc<Metrics>,
-    ) -> (Self, watch::Receiver<bool>) {
-        let (synced, receiver) = watch::channel(false);
+    ) -> (Self, Awaited) {
+        let (awaited, receiver) = watch::channel(Session::new(&identity, demand.is_some()).awaited());
         let client = Self {
             channel: Channel::new(config),
             identity,
             mesh,
             demand,
             metrics,
-            synced,
+            awaited,
         };
         (client, receiver)
     }
 
     /// Keeps the mesh as the control plane says, until `stop`.
     pub async fn run(self, stop: CancellationToken) {
-        let following = self.follow();
+        let following = async { tokio::join!(self.follow(), self.tell_lack()) };
         tokio::select! {
             () = stop.cancelled() => {}
-            () = following => {}
+            _ = following => {}
+        }
+    }
+
+    /// Says what the agent waits for, until all has come.
+    async fn tell_lack(&self) {
+        let mut awaited = self.awaited.subscribe();
+        let (mut pause, longest) = LACK_TOLD;
+        while timeout(pause, awaited.wait_for(Vec::is_empty)).await.is_err() {
+            let types = self.awaited.borrow().join(", ");
+            tracing::warn!(address = %self.channel.address(), %types, "not ready: the control plane's first state of these types has not come, or was refused");
+            pause = (pause * 2).min(longest);
         }
     }
 
@@ -191,7 +208,13 @@ impl Client {
             if let Some(demand) = &self.demand {
                 demand.answer(&outcome.present, &outcome.absent);
             }
-            if session.is_synced() && !self.synced.send_replace(true) {
+            let awaited = session.awaited();
+            let is_news = self.awaited.send_if_modified(|before| {
+                let is_news = *before != awaited;
+                *before = awaited;
+                is_news
+            });
+            if is_news && self.awaited.borrow().is_empty() {
                 tracing::info!("the control plane's first state is complete");
             }
             if let Err(end) = send(&requests, outcome.answer).await {

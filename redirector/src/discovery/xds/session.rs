@@ -234,11 +234,11 @@ impl Session {
             .collect()
     }
 
-    /// Whether every type that is asked for whole has been taken whole once.
-    pub(super) fn is_synced(&self) -> bool {
-        TYPES
-            .iter()
-            .all(|url| self.is_by_name(url) || self.accepted.contains(url))
+    /// The types that have not been taken whole once, of those that are asked for whole.
+    pub(super) fn awaited(&self) -> Vec<&'static str> {
+        let mut types = TYPES.to_vec();
+        types.retain(|url| !self.is_by_name(url) && !self.accepted.contains(url));
+        types
     }
 }
 

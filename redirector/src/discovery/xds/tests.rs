@@ -117,8 +117,8 @@ fn framed(message: &DeltaDiscoveryResponse) -> Bytes {
     frame.freeze()
 }
 
-/// A client of the server, which runs, and what tells whether it has the first state.
-fn client(server: &Server) -> (watch::Receiver<bool>, [AbortOnDropHandle<()>; 2]) {
+/// A client of the server, which runs, and what tells the types of which it lacks the first state.
+fn client(server: &Server) -> (Awaited, [AbortOnDropHandle<()>; 2]) {
     let config = control_plane::Config {
         address: format!("http://127.0.0.1:{}", server.port).parse().unwrap(),
         roots: Roots::System,
@@ -127,18 +127,18 @@ fn client(server: &Server) -> (watch::Receiver<bool>, [AbortOnDropHandle<()>; 2]
     };
     let stop = CancellationToken::new();
     let (state, handle, _) = State::new(None);
-    let (client, synced) = Client::new(config, Identity::default(), handle, None, Arc::default());
+    let (client, awaited) = Client::new(config, Identity::default(), handle, None, Arc::default());
     let tasks = [
         tokio::spawn(state.run(stop.clone())),
         tokio::spawn(client.run(stop)),
     ];
-    (synced, tasks.map(AbortOnDropHandle::new))
+    (awaited, tasks.map(AbortOnDropHandle::new))
 }
 
 #[tokio::test]
 async fn a_server_that_ends_what_it_takes_is_asked_ever_more_seldom() {
     let server = Server::start(Manner::Ends).await;
-    let (synced, _tasks) = client(&server);
+    let (awaited, _tasks) = client(&server);
     let first = async {
         while server.streams() == 0 {
             sleep(Duration::from_millis(1)).await;
@@ -149,14 +149,14 @@ async fn a_server_that_ends_what_it_takes_is_asked_ever_more_seldom() {
     // Without a growing wait there would be some hundred.
     let streams = server.streams();
     assert!(streams < 16, "{streams}");
-    assert!(!*synced.borrow());
+    assert_eq!(*awaited.borrow(), [proto::ADDRESS, proto::AUTHORIZATION]);
 }
 
 #[tokio::test]
 async fn a_server_that_has_answered_is_asked_again_and_its_state_stays_the_first() {
     let server = Server::start(Manner::TellsAndEnds).await;
-    let (mut synced, _tasks) = client(&server);
-    timeout(DEADLINE, synced.wait_for(|synced| *synced))
+    let (mut awaited, _tasks) = client(&server);
+    timeout(DEADLINE, awaited.wait_for(Vec::is_empty))
         .await
         .unwrap()
         .unwrap();
@@ -166,7 +166,7 @@ async fn a_server_that_has_answered_is_asked_again_and_its_state_stays_the_first
         }
     };
     timeout(DEADLINE, many).await.unwrap();
-    assert!(*synced.borrow());
+    assert!(awaited.borrow().is_empty());
 }
 
 #[test]

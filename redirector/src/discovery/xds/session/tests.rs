@@ -64,10 +64,10 @@ async fn good_resources_are_acknowledged_and_told_at_the_next_connection() {
     assert_eq!((&*answer.type_url, &*answer.response_nonce), (ADDRESS, "n1"));
     assert!(answer.error_detail.is_none() && answer.node.is_none());
     assert!(matches!(&*updates, [Update::Workload(_), Update::Service(_)]));
-    assert!(!session.is_synced());
+    assert!(!session.awaited().is_empty());
     // A type of which there is nothing is here, too.
     session.take(response(AUTHORIZATION, "n2", vec![], &[])).await;
-    assert!(session.is_synced());
+    assert!(session.awaited().is_empty());
     let versions = |all: &[(&str, &str)]| -> Vec<_> {
         all.iter()
             .map(|(name, version)| ((*name).to_owned(), (*version).to_owned()))
@@ -130,11 +130,11 @@ async fn a_first_state_with_something_bad_is_not_the_first_state() {
     session.take(response(ADDRESS, "n", vec![], &[])).await;
     let bad = vec![resource(AUTHORIZATION, "shop/p", "1", &[0xff])];
     session.take(response(AUTHORIZATION, "n", bad, &[])).await;
-    assert!(!session.is_synced());
+    assert!(!session.awaited().is_empty());
     session
         .take(response(AUTHORIZATION, "n", vec![], &["shop/p"]))
         .await;
-    assert!(session.is_synced());
+    assert!(session.awaited().is_empty());
 }
 
 #[tokio::test]
@@ -252,7 +252,7 @@ async fn on_demand_only_names_are_asked_for_and_policies_are_the_first_state() {
     assert!(policies.resource_names_subscribe.is_empty() && policies.resource_names_unsubscribe.is_empty());
 
     session.take(response(AUTHORIZATION, "n1", vec![], &[])).await;
-    assert!(session.is_synced());
+    assert!(session.awaited().is_empty());
     let mut alias = resource(ADDRESS, "w", "1", &[0xff]);
     alias.aliases = vec!["/10.0.0.1".into()];
     let resources = vec![alias, resource(ADDRESS, "s", "2", SERVICE)];
