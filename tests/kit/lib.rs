@@ -11,8 +11,8 @@
 //! - [`bpf`]: what the eBPF object asks of a kernel
 //! - [`packet`]: packets made by hand
 //! - [`dns`]: the DNS proxy of a pod, as far as capture needs one; [`inner`]: a namespace behind a pod
-//! - [`ca`]: certificates for peers that are not ours; [`envoy`] is such a peer
-//! - [`ads`] and [`istio_ca`]: control planes, by [`grpc`] and the messages of [`proto`]
+//! - [`ca`]: certificates for peers that are not ours; [`envoy`] and [`hbone_client`] are such peers
+//! - [`ads`] and [`istio_ca`]: control planes, by [`grpc`] and the messages of [`proto`]; [`workload_api`]: of SPIFFE, ours and one in Python
 //! - [`mesh`]: what most tests begin with; [`suite`]: the harness
 //!
 //! Everything made here is removed when its value is dropped; what a killed process left is removed by the next one.
@@ -33,6 +33,7 @@ pub mod envoy;
 pub mod footprint;
 pub mod foreign;
 pub mod grpc;
+pub mod hbone_client;
 pub mod holdings;
 pub mod inner;
 pub mod iptables;

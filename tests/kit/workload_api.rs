@@ -1,4 +1,5 @@
-//! A SPIFFE Workload API by tonic and the tests' own messages: it tells what it is given, over a Unix socket.
+//! SPIFFE Workload APIs that tell what they are given, over a Unix socket: one by tonic and the tests' own messages, and one by
+//! grpcio with messages made by hand.
 
 use std::{
     fs,
@@ -7,6 +8,7 @@ use std::{
     time::Duration,
 };
 
+use serde_json::json;
 use tokio::{net::UnixListener, runtime::Runtime, sync::watch};
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject};
 use tokio_stream::{
@@ -17,16 +19,49 @@ use tonic::{Request, Response, Status, transport::Server};
 
 use crate::{
     ca::Credentials,
+    envoy::python,
+    netns::{Namespace, unique_prefix},
+    process::{Process, command},
     proto::spiffe::{
         X509svid, X509svidRequest, X509svidResponse,
         spiffe_workload_api_server::{SpiffeWorkloadApi, SpiffeWorkloadApiServer},
     },
+    wait,
 };
 
 /// Time that its threads have to end.
 const STOP_DEADLINE: Duration = Duration::from_secs(5);
 
-/// The API. What it tells outlives its server.
+/// An API. What it tells outlives its server.
+pub trait Api: Send {
+    /// Tells these from now on: identity and files of each; and of other trust domains the files of their roots.
+    fn tell(&self, all: &[(String, &Credentials)], federated: &[(&str, &Path)]);
+
+    /// Serves again.
+    ///
+    /// # Panics
+    /// When it cannot.
+    fn up(&mut self);
+
+    /// Serves nobody any more; its connections end.
+    fn down(&mut self);
+
+    /// Where it is.
+    fn socket(&self) -> &Path;
+
+    /// The environment of an agent that asks it.
+    fn environment(&self) -> Vec<(String, String)> {
+        let socket = format!("unix://{}", self.socket().display());
+        [
+            ("SPIFFE_ENDPOINT_SOCKET", socket),
+            ("FAKE_CA", "false".to_owned()),
+        ]
+        .map(|(name, value)| (name.to_owned(), value))
+        .into()
+    }
+}
+
+/// The one by tonic.
 #[derive(Debug)]
 pub struct WorkloadApi {
     socket: PathBuf,
@@ -45,22 +80,23 @@ impl WorkloadApi {
         api.up();
         api
     }
+}
 
-    /// Tells these from now on: identity and files of each.
-    pub fn tell<'a>(&self, all: impl IntoIterator<Item = (String, &'a Credentials)>) {
-        let svids = all.into_iter().map(|(identity, files)| svid(identity, files));
+impl Api for WorkloadApi {
+    fn tell(&self, all: &[(String, &Credentials)], federated: &[(&str, &Path)]) {
+        let svids = all.iter().map(|(identity, files)| svid(identity.clone(), files));
+        let federated = federated
+            .iter()
+            .map(|(domain, roots)| ((*domain).to_owned(), der(roots)));
         let response = X509svidResponse {
             svids: svids.collect(),
+            federated_bundles: federated.collect(),
             ..Default::default()
         };
         self.told.send_replace(response);
     }
 
-    /// Serves again.
-    ///
-    /// # Panics
-    /// When it cannot.
-    pub fn up(&mut self) {
+    fn up(&mut self) {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
             .enable_all()
@@ -80,22 +116,14 @@ impl WorkloadApi {
         self.runtime = Some(runtime);
     }
 
-    /// Serves nobody any more; its connections end.
-    pub fn down(&mut self) {
+    fn down(&mut self) {
         if let Some(runtime) = self.runtime.take() {
             runtime.shutdown_timeout(STOP_DEADLINE);
         }
     }
 
-    /// The environment of an agent that asks it.
-    pub fn environment(&self) -> Vec<(String, String)> {
-        let socket = format!("unix://{}", self.socket.display());
-        [
-            ("SPIFFE_ENDPOINT_SOCKET", socket),
-            ("FAKE_CA", "false".to_owned()),
-        ]
-        .map(|(name, value)| (name.to_owned(), value))
-        .into()
+    fn socket(&self) -> &Path {
+        &self.socket
     }
 }
 
@@ -105,16 +133,19 @@ impl Drop for WorkloadApi {
     }
 }
 
+fn der(certificate: &Path) -> Vec<u8> {
+    CertificateDer::from_pem_file(certificate).unwrap().to_vec()
+}
+
 fn svid(spiffe_id: String, files: &Credentials) -> X509svid {
-    let certificate = |path: &Path| CertificateDer::from_pem_file(path).unwrap().to_vec();
     X509svid {
         spiffe_id,
-        x509_svid: certificate(&files.certificate),
+        x509_svid: der(&files.certificate),
         x509_svid_key: PrivateKeyDer::from_pem_file(&files.key)
             .unwrap()
             .secret_der()
             .to_vec(),
-        bundle: certificate(&files.root),
+        bundle: der(&files.root),
         hint: String::new(),
     }
 }
@@ -137,5 +168,73 @@ impl SpiffeWorkloadApi for Handler {
             return Err(Status::permission_denied("no identity issued"));
         }
         Ok(Response::new(Box::pin(WatchStream::new(self.0.clone()).map(Ok))))
+    }
+}
+
+/// The one by grpcio.
+#[derive(Debug)]
+pub struct PythonWorkloadApi {
+    ns: Namespace,
+    socket: PathBuf,
+    process: Option<Process>,
+}
+
+impl PythonWorkloadApi {
+    /// Serves at `socket`; it knows nobody yet.
+    ///
+    /// # Panics
+    /// When it cannot.
+    pub fn start(socket: PathBuf) -> Self {
+        let mut api = Self {
+            // It needs no network.
+            ns: Namespace::create(&format!("{}-api", unique_prefix())).unwrap(),
+            socket,
+            process: None,
+        };
+        api.up();
+        api
+    }
+
+    /// The file by which it is told.
+    fn file(&self) -> PathBuf {
+        self.socket.with_extension("json")
+    }
+}
+
+impl Api for PythonWorkloadApi {
+    fn tell(&self, all: &[(String, &Credentials)], federated: &[(&str, &Path)]) {
+        let svids = all
+            .iter()
+            .map(|(identity, files)| json!([identity, files.certificate, files.key, files.root]));
+        let federated: serde_json::Map<_, _> = federated
+            .iter()
+            .map(|(domain, roots)| ((*domain).to_owned(), json!(roots)))
+            .collect();
+        let told = json!({"svids": svids.collect::<Vec<_>>(), "federated": federated});
+        // In one step: it is read at any time.
+        let new = self.socket.with_extension("new");
+        fs::write(&new, told.to_string()).unwrap();
+        fs::rename(&new, self.file()).unwrap();
+    }
+
+    fn up(&mut self) {
+        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("peers/workload_api.py");
+        let mut server = command(&self.ns, python());
+        server.arg(script).arg(&self.socket).arg(self.file());
+        let log = self.socket.with_extension("log");
+        let _ = fs::remove_file(&log);
+        let process = Process::start(&mut server, &log).unwrap();
+        wait::until("the Workload API", || {
+            process.output().contains("ready").then_some(())
+        });
+        self.process = Some(process);
+    }
+
+    fn down(&mut self) {
+        self.process = None;
+    }
+
+    fn socket(&self) -> &Path {
+        &self.socket
     }
 }

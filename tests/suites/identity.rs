@@ -1,4 +1,5 @@
-//! Certificates that nobody is asked for: of files that are replaced, and of a SPIFFE Workload API that is of no code of ours.
+//! Certificates that nobody is asked for: of files that are replaced, and of SPIFFE Workload APIs that share no code with us, by tonic
+//! with messages of its own and by grpcio with messages made by hand.
 
 use std::{
     fs,
@@ -12,11 +13,12 @@ use redirector_tests::{
     agent::{Agent, Options},
     app::{self, App},
     ca::{Credentials, Root},
+    hbone_client::hbone_client,
     mesh::PORT,
     node::{Family, Node, Pod},
     suite::{Case, Needs, case, main as suite},
     wait,
-    workload_api::WorkloadApi,
+    workload_api::{Api, PythonWorkloadApi, WorkloadApi},
     workloads::Workloads,
 };
 
@@ -26,9 +28,18 @@ fn main() -> ExitCode {
             "certificates_come_from_files_and_are_replaced",
             certificates_come_from_files_and_are_replaced,
         ),
+        case("certificates_come_from_a_workload_api_and_outlive_it", || {
+            let node = Node::new();
+            let api = WorkloadApi::start(node.directory().join("workload.sock"));
+            certificates_come_from_a_workload_api_and_outlive_it(api, node);
+        }),
         case(
-            "certificates_come_from_a_workload_api_and_outlive_it",
-            certificates_come_from_a_workload_api_and_outlive_it,
+            "certificates_come_from_a_workload_api_in_python_and_outlive_it",
+            || {
+                let node = Node::new();
+                let api = PythonWorkloadApi::start(node.directory().join("workload.sock"));
+                certificates_come_from_a_workload_api_and_outlive_it(api, node);
+            },
         ),
         case(
             "who_is_revoked_is_refused_and_cut_off_and_comes_back",
@@ -39,7 +50,7 @@ fn main() -> ExitCode {
             an_alias_of_the_trust_domain_is_let_in_and_a_foreign_one_is_not,
         ),
     ];
-    suite(Needs::Agent, 2, cases)
+    suite(Needs::Peers, 2, cases)
 }
 
 fn identity(pod: &Pod) -> String {
@@ -245,9 +256,7 @@ fn certificates_come_from_files_and_are_replaced() {
     world.tells_no_secrets();
 }
 
-fn certificates_come_from_a_workload_api_and_outlive_it() {
-    let node = Node::new();
-    let mut api = WorkloadApi::start(node.directory().join("workload.sock"));
+fn certificates_come_from_a_workload_api_and_outlive_it(mut api: impl Api, node: Node) {
     let world = World::new(&[], api.environment(), node);
     let _echo = App::start(&world.server.ns, (Family::V4.any(), PORT).into(), app::echo);
     wait::until("the refusal to be told", || {
@@ -259,12 +268,13 @@ fn certificates_come_from_a_workload_api_and_outlive_it() {
     let pods = [&world.client, &world.server];
     let files = pods.map(|pod| world.issue(pod, &pod.name));
     // One alone: the other hears whom there is.
-    api.tell([(identity(pods[0]), &files[0])]);
+    api.tell(&[(identity(pods[0]), &files[0])], &[]);
     wait::until("the lack to be told", || {
         let state = world.certificate(&world.server)["state"].to_string();
         state.contains("none for this identity among 1").then_some(())
     });
-    api.tell([0, 1].map(|one| (identity(pods[one]), &files[one])));
+    let all = [0, 1].map(|one| (identity(pods[one]), &files[one]));
+    api.tell(&all, &[]);
     world.meets();
     let stream = open(&world);
     echoes(&stream);
@@ -279,11 +289,39 @@ fn certificates_come_from_a_workload_api_and_outlive_it() {
     // Back, with others.
     let before = world.certificate(&world.server)["certChain"].clone();
     let renewed = pods.map(|pod| world.issue(pod, &format!("new-{}", pod.name)));
-    api.tell([0, 1].map(|one| (identity(pods[one]), &renewed[one])));
+    let all = [0, 1].map(|one| (identity(pods[one]), &renewed[one]));
+    api.tell(&all, &[]);
     api.up();
     wait::until("the new certificate", || {
         (world.certificate(&world.server)["certChain"] != before).then_some(())
     });
+    world.meets();
+
+    // Who comes from another trust domain is let in while its roots are told, and by nobody else's word.
+    let directory = world.node.directory().join("far");
+    fs::create_dir(&directory).unwrap();
+    let (stranger, far_root) = (world.node.pod("stranger"), Root::create(&directory));
+    let issue = |root: &Root, name| root.issue(&directory, name, "spiffe://far.test/ns/demo/sa/far");
+    let (far, false_one) = (issue(&far_root, "far"), issue(&world.root, "false"));
+    let call = |own: &Credentials| {
+        let to = (world.server.v4.to_string(), 15008);
+        let authority = world.server.addr(Family::V4, PORT).to_string();
+        // By the server's own roots they know whom they call.
+        let own = Credentials {
+            root: files[1].root.clone(),
+            ..own.clone()
+        };
+        let identity = identity(&world.server);
+        hbone_client(&stranger, to, &authority, &own, &identity, "CONNECT")
+    };
+    let is_let_in = |own| call(own) == "status 200\nbody hello\n\n";
+    assert!(!is_let_in(&far));
+    api.tell(&all, &[("spiffe://far.test", &far.root)]);
+    wait::until("the far one to be let in", || is_let_in(&far).then_some(()));
+    assert!(!is_let_in(&false_one));
+    world.meets();
+    api.tell(&all, &[]);
+    wait::until("the far one to be kept out", || (!is_let_in(&far)).then_some(()));
     world.meets();
     echoes(&stream);
     world.tells_no_secrets();

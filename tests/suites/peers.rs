@@ -1,15 +1,16 @@
 //! Peers that share no code with us: curl and nginx, h2load and HAProxy in the pods, openssl, Python's h2 and Envoy as HBONE's other end.
 
-use std::{fs, path::Path, process::ExitCode, time::Duration};
+use std::{fs, process::ExitCode, time::Duration};
 
 use redirector_tests::{
     agent::{Agent, Options},
     app::{self, App},
     ca::{Credentials, Root},
     capture::opened_ports,
-    envoy::{Envoy, python},
+    envoy::Envoy,
+    hbone_client::hbone_client,
     mesh::{Mesh, PORT},
-    node::{Family, Node, Pod},
+    node::{Family, Node},
     process::{Process, command, output},
     suite::{Case, Needs, case, main as suite},
     wait,
@@ -238,25 +239,6 @@ fn who_may_not_handshake() {
             "{what}: {text}"
         );
     }
-}
-
-fn hbone_client(
-    from: &Pod,
-    to: (String, u16),
-    authority: &str,
-    own: &Credentials,
-    identity: &str,
-    method: &str,
-) -> String {
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("peers/hbone_client.py");
-    let mut client = command(&from.ns, python());
-    client.arg(script).args([to.0, to.1.to_string()]).arg(authority);
-    client
-        .arg(&own.certificate)
-        .arg(&own.key)
-        .arg(&own.root)
-        .args([identity, method]);
-    output(&mut client, DEADLINE).1
 }
 
 fn python_tunnels_to_us(family: Family) {
