@@ -1,7 +1,8 @@
 //! A control plane that tells of a mesh: delta ADS by tonic and the tests' own messages.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
+    net::{IpAddr, Ipv4Addr, SocketAddr},
     pin::Pin,
     sync::{Arc, Mutex, MutexGuard},
 };
@@ -23,7 +24,7 @@ use crate::{
                 AggregatedDiscoveryService, AggregatedDiscoveryServiceServer,
             },
         },
-        security::Authorization,
+        security::{self, Authorization},
         workload::{self, Address, Workload, address},
     },
     wait,
@@ -43,7 +44,7 @@ pub const AUTHORIZATION: &str = "type.googleapis.com/istio.security.Authorizatio
 pub struct Ads {
     shared: Arc<Shared>,
     server: Option<Server>,
-    port: u16,
+    addr: SocketAddr,
 }
 
 #[derive(Debug)]
@@ -59,14 +60,23 @@ struct State {
     /// By type and name: version and value.
     resources: BTreeMap<(String, String), (u64, Any)>,
     version: u64,
+    /// Types of which nothing is said.
+    withheld: BTreeSet<String>,
+    /// How many resources of a type are told at most.
+    most: Option<usize>,
     /// Every request in its order.
     requests: Vec<DeltaDiscoveryRequest>,
     connections: usize,
 }
 
 impl Ads {
-    /// Starts one in `ns`, with nothing in it.
+    /// Starts one on loopback of `ns`, with nothing in it.
     pub fn start(ns: &Namespace, credentials: &Credentials) -> Self {
+        Self::start_at(ns, Ipv4Addr::LOCALHOST.into(), credentials)
+    }
+
+    /// Starts one at an address of `ns`, with nothing in it.
+    pub fn start_at(ns: &Namespace, ip: IpAddr, credentials: &Credentials) -> Self {
         let shared = Arc::new(Shared {
             credentials: credentials.clone(),
             state: Mutex::default(),
@@ -75,7 +85,7 @@ impl Ads {
         let mut ads = Self {
             shared,
             server: None,
-            port: 0,
+            addr: (ip, 0).into(),
         };
         ads.up(ns);
         ads
@@ -85,8 +95,8 @@ impl Ads {
     pub fn up(&mut self, ns: &Namespace) {
         let service = AggregatedDiscoveryServiceServer::new(Handler(self.shared.clone()));
         let service = service.max_encoding_message_size(200 << 20);
-        let server = Server::start(ns, self.port, &self.shared.credentials, service);
-        self.port = server.addr.port();
+        let server = Server::start(ns, self.addr, &self.shared.credentials, service);
+        self.addr = server.addr;
         self.server = Some(server);
     }
 
@@ -96,12 +106,28 @@ impl Ads {
     }
 
     /// The environment of an agent that asks it.
-    ///
-    /// # Panics
-    /// When it is down.
     pub fn environment(&self) -> Vec<(String, String)> {
-        let addr = self.server.as_ref().expect("it is up").addr;
-        self.shared.credentials.environment("XDS", addr)
+        self.shared.credentials.environment("XDS", self.addr)
+    }
+
+    /// Says nothing of a type.
+    pub fn withhold(&self, type_url: &str) {
+        self.shared.state().withheld.insert(type_url.to_owned());
+    }
+
+    /// Tells no more than so many resources of a type.
+    pub fn hold_back(&self, after: usize) {
+        self.shared.state().most = Some(after);
+    }
+
+    /// Tells what was withheld and held back.
+    pub fn release(&self) {
+        {
+            let mut state = self.shared.state();
+            state.withheld.clear();
+            state.most = None;
+        }
+        self.shared.changed.send_replace(());
     }
 
     /// Changes several resources in one step.
@@ -198,6 +224,27 @@ pub fn workload(pod: &Pod) -> Workload {
     }
 }
 
+/// A policy that keeps out whoever comes from a namespace.
+pub fn deny(namespace: &str) -> security::Authorization {
+    let text = security::StringMatch {
+        match_type: Some(security::string_match::MatchType::Exact(namespace.into())),
+    };
+    let one = security::Match {
+        namespaces: vec![text],
+        ..Default::default()
+    };
+    security::Authorization {
+        name: "deny".into(),
+        namespace: "demo".into(),
+        scope: security::Scope::Namespace.into(),
+        action: security::Action::Deny.into(),
+        rules: vec![security::Rule {
+            clauses: vec![security::Clause { matches: vec![one] }],
+        }],
+        ..Default::default()
+    }
+}
+
 impl Shared {
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().expect("no test holds it in a panic")
@@ -223,6 +270,7 @@ impl AggregatedDiscoveryService for Handler {
             shared: self.0.clone(),
             responses,
             subscriptions: BTreeMap::new(),
+            owed: BTreeSet::new(),
         };
         tokio::spawn(connection.run(request.into_inner()));
         Ok(Response::new(Box::pin(ReceiverStream::new(outgoing))))
@@ -234,13 +282,15 @@ struct Connection {
     responses: mpsc::Sender<Result<DeltaDiscoveryResponse, Status>>,
     /// By type.
     subscriptions: BTreeMap<String, Subscription>,
+    /// The types that have had no response.
+    owed: BTreeSet<String>,
 }
 
 impl Connection {
     async fn run(mut self, mut requests: Streaming<DeltaDiscoveryRequest>) {
         let mut changed = self.shared.changed.subscribe();
         loop {
-            let first_of = tokio::select! {
+            tokio::select! {
                 request = requests.message() => {
                     let Ok(Some(request)) = request else { return };
                     self.shared.state().requests.push(request.clone());
@@ -249,14 +299,15 @@ impl Connection {
                     }
                     let type_url = request.type_url.clone();
                     let is_first = !self.subscriptions.contains_key(&type_url);
-                    self.subscriptions.entry(type_url.clone()).or_default().take(is_first, request);
-                    is_first.then_some(type_url)
+                    if is_first {
+                        self.owed.insert(type_url.clone());
+                    }
+                    self.subscriptions.entry(type_url).or_default().take(is_first, request);
                 }
-                _ = changed.changed() => None,
-            };
+                _ = changed.changed() => {}
+            }
             for type_url in self.subscriptions.keys().cloned().collect::<Vec<_>>() {
-                let is_first = first_of.as_ref() == Some(&type_url);
-                let Some(response) = self.response(&type_url, is_first) else {
+                let Some(response) = self.response(&type_url) else {
                     continue;
                 };
                 if self.responses.send(Ok(response)).await.is_err() {
@@ -267,12 +318,16 @@ impl Connection {
     }
 
     /// What the client lacks of a type; the first response comes even if that is nothing.
-    fn response(&mut self, type_url: &str, is_first: bool) -> Option<DeltaDiscoveryResponse> {
+    fn response(&mut self, type_url: &str) -> Option<DeltaDiscoveryResponse> {
         let state = self.shared.state();
+        if state.withheld.contains(type_url) {
+            return None;
+        }
+        let is_first = self.owed.remove(type_url);
         let subscription = self.subscriptions.get_mut(type_url)?;
         let of_type = state.resources.iter().filter(|((url, _), _)| url == type_url);
         let of_type = of_type.map(|((_, name), value)| (name, value)).collect();
-        let (resources, removed_resources) = subscription.lack(&of_type);
+        let (resources, removed_resources) = subscription.lack(&of_type, state.most);
         let response = DeltaDiscoveryResponse {
             type_url: type_url.to_owned(),
             nonce: state.version.to_string(),

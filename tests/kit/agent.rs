@@ -66,6 +66,8 @@ pub struct Options {
     pub redirect: Redirect,
     /// Take pods from a ZDS server at this socket.
     pub zds: Option<PathBuf>,
+    /// Being there is enough: it is not waited for until it is ready.
+    pub unready: bool,
     /// As on a machine whose cgroups are all of version 1.
     pub without_cgroup2: bool,
     /// A directory of programs that come before those of PATH.
@@ -191,7 +193,7 @@ impl Agent {
     fn wait_ready(&mut self, node: &Node) -> Result<()> {
         let readiness = (std::net::Ipv4Addr::LOCALHOST, READINESS_PORT).into();
         // With ZDS it is ready when the snapshot has come, which the test sends later; being there is enough.
-        let enough = |status: u16| status == 200 || self.options.zds.is_some();
+        let enough = |status: u16| status == 200 || self.options.zds.is_some() || self.options.unready;
         let ended = wait::until("the agent to be ready", || {
             if let Some(status) = self.process.ended() {
                 return Some(Some(status));

@@ -1,9 +1,9 @@
-//! A control plane's server: gRPC over TLS 1.3, on loopback of a node, in threads of its own.
+//! A control plane's server: gRPC over TLS 1.3, in a namespace, in threads of its own.
 
 use std::{
     convert::Infallible,
     fs,
-    net::{Ipv4Addr, SocketAddr, TcpListener},
+    net::{SocketAddr, TcpListener},
     path::{Path, PathBuf},
     time::Duration,
 };
@@ -36,6 +36,8 @@ pub struct Credentials {
     pub root: PathBuf,
     /// What an agent is to show.
     pub token: PathBuf,
+    /// What servers take; at first it is the same.
+    pub accepted: PathBuf,
 }
 
 impl Credentials {
@@ -58,9 +60,12 @@ impl Credentials {
             key: key.serialize_pem(),
             root: directory.join(format!("{name}-root.pem")),
             token: directory.join(format!("{name}-token")),
+            accepted: directory.join(format!("{name}-accepted-token")),
         };
         fs::write(&credentials.root, root.pem()).unwrap();
-        fs::write(&credentials.token, format!("{name}-secret")).unwrap();
+        for file in [&credentials.token, &credentials.accepted] {
+            fs::write(file, format!("{name}-secret")).unwrap();
+        }
         credentials
     }
 
@@ -81,12 +86,12 @@ impl Credentials {
         .into()
     }
 
-    /// Whether a request shows the token as it is in its file now.
+    /// Whether a request shows the token that servers take now.
     ///
     /// # Errors
     /// UNAUTHENTICATED, when it does not.
     pub fn check<T>(&self, request: &Request<T>) -> Result<(), Status> {
-        let token = fs::read_to_string(&self.token).unwrap_or_default();
+        let token = fs::read_to_string(&self.accepted).unwrap_or_default();
         let shown = request.metadata().get("authorization");
         let shown = shown.and_then(|value| value.to_str().ok()).unwrap_or_default();
         match shown == format!("Bearer {token}") {
@@ -105,18 +110,18 @@ pub struct Server {
 }
 
 impl Server {
-    /// Serves `service` in `ns`, on this port or on any.
+    /// Serves `service` in `ns` at `addr`, at any port if that has none.
     ///
     /// # Panics
     /// When the port is taken.
-    pub fn start<S>(ns: &Namespace, port: u16, credentials: &Credentials, service: S) -> Self
+    pub fn start<S>(ns: &Namespace, addr: SocketAddr, credentials: &Credentials, service: S) -> Self
     where
         S: Service<http::Request<Body>, Response = http::Response<Body>, Error = Infallible>,
         S: NamedService + Clone + Send + Sync + 'static,
         S::Future: Send + 'static,
     {
-        let listener = ns.run(|| TcpListener::bind((Ipv4Addr::LOCALHOST, port)));
-        let listener = listener.unwrap_or_else(|error| panic!("listening on port {port}: {error}"));
+        let listener = ns.run(|| TcpListener::bind(addr));
+        let listener = listener.unwrap_or_else(|error| panic!("listening on {addr}: {error}"));
         listener.set_nonblocking(true).unwrap();
         let addr = listener.local_addr().unwrap();
         let runtime = tokio::runtime::Builder::new_multi_thread()

@@ -1,8 +1,9 @@
 //! A certificate authority of Istio's kind, by tonic and the tests' own messages, which can be told to misbehave.
 
 use std::{
+    net::{IpAddr, Ipv4Addr, SocketAddr},
     sync::{Arc, Mutex},
-    time::Duration,
+    time::{Duration, SystemTime},
 };
 
 use prost_types::value::Kind;
@@ -37,6 +38,14 @@ pub enum Mood {
     NoRoot,
     /// Its answers are no certificates.
     Garbage,
+    /// It takes requests and never answers.
+    Silent,
+    /// Its clock is ahead.
+    Ahead(Duration),
+    /// Its clock is behind.
+    Behind(Duration),
+    /// It takes its time.
+    Slow(Duration),
 }
 
 /// An authority. Its root outlives its server.
@@ -44,7 +53,7 @@ pub enum Mood {
 pub struct IstioCa {
     shared: Arc<Shared>,
     server: Option<Server>,
-    port: u16,
+    addr: SocketAddr,
 }
 
 #[derive(Debug)]
@@ -60,11 +69,18 @@ struct State {
     lifetime: Duration,
     /// Of each request: the identity, and the time it asked for in seconds.
     asked: Vec<(String, i64)>,
+    /// Requests that are under way, and how many were at most.
+    open: (usize, usize),
 }
 
 impl IstioCa {
-    /// Starts one in `ns`, with a root of its own; its certificates live for `lifetime`.
+    /// Starts one on loopback of `ns`, with a root of its own; its certificates live for `lifetime`.
     pub fn start(ns: &Namespace, credentials: &Credentials, lifetime: Duration) -> Self {
+        Self::start_at(ns, Ipv4Addr::LOCALHOST.into(), credentials, lifetime)
+    }
+
+    /// The same, at an address of `ns`.
+    pub fn start_at(ns: &Namespace, ip: IpAddr, credentials: &Credentials, lifetime: Duration) -> Self {
         let mut params = CertificateParams::default();
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         params.distinguished_name.push(DnType::CommonName, "mesh root");
@@ -73,6 +89,7 @@ impl IstioCa {
             mood: Mood::Good,
             lifetime,
             asked: Vec::new(),
+            open: (0, 0),
         };
         let shared = Arc::new(Shared {
             credentials: credentials.clone(),
@@ -81,7 +98,7 @@ impl IstioCa {
         let mut ca = Self {
             shared,
             server: None,
-            port: 0,
+            addr: (ip, 0).into(),
         };
         ca.up(ns);
         ca
@@ -90,8 +107,8 @@ impl IstioCa {
     /// Serves again, at the same port.
     pub fn up(&mut self, ns: &Namespace) {
         let service = IstioCertificateServiceServer::new(Handler(self.shared.clone()));
-        let server = Server::start(ns, self.port, &self.shared.credentials, service);
-        self.port = server.addr.port();
+        let server = Server::start(ns, self.addr, &self.shared.credentials, service);
+        self.addr = server.addr;
         self.server = Some(server);
     }
 
@@ -110,13 +127,19 @@ impl IstioCa {
         self.shared.state().asked.clone()
     }
 
+    /// Where it serves, or did.
+    pub fn addr(&self) -> SocketAddr {
+        self.addr
+    }
+
+    /// How many requests there were at one time, at most.
+    pub fn most_at_once(&self) -> usize {
+        self.shared.state().open.1
+    }
+
     /// The environment of an agent that asks it.
-    ///
-    /// # Panics
-    /// When it is down.
     pub fn environment(&self) -> Vec<(String, String)> {
-        let addr = self.server.as_ref().expect("it is up").addr;
-        let mut environment = self.shared.credentials.environment("CA", addr);
+        let mut environment = self.shared.credentials.environment("CA", self.addr);
         environment.push(("FAKE_CA".to_owned(), "false".to_owned()));
         environment
     }
@@ -158,6 +181,7 @@ impl IstioCertificateService for Handler {
                 ));
             }
         };
+        let _open = Open::new(&self.0);
         let mood = {
             let mut state = self.0.state();
             state.asked.push((identity.clone(), request.validity_duration));
@@ -165,13 +189,35 @@ impl IstioCertificateService for Handler {
         };
         match mood {
             Mood::Refusing(text) => Err(Status::permission_denied(text)),
+            Mood::Silent => std::future::pending().await,
             Mood::Garbage => Ok(answer(vec!["garbage".into(), "garbage".into()])),
             mood => {
+                if let Mood::Slow(time) = mood {
+                    tokio::time::sleep(time).await;
+                }
                 let csr = CertificateSigningRequestParams::from_pem(&request.csr);
                 let csr = csr.map_err(|error| Status::invalid_argument(error.to_string()))?;
                 self.0.state().sign(csr, &identity, &mood)
             }
         }
+    }
+}
+
+/// A request that is under way, until it has been answered or given up.
+struct Open(Arc<Shared>);
+
+impl Open {
+    fn new(shared: &Arc<Shared>) -> Self {
+        let (now, most) = &mut shared.state().open;
+        *now += 1;
+        *most = (*most).max(*now);
+        Self(Arc::clone(shared))
+    }
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        self.0.state().open.0 -= 1;
     }
 }
 
@@ -196,7 +242,11 @@ impl State {
         if let Mood::For(other) = mood {
             csr.params.subject_alt_names = vec![SanType::URI(other.as_str().try_into().unwrap())];
         }
-        let now = std::time::SystemTime::now();
+        let now = match mood {
+            Mood::Ahead(time) => SystemTime::now() + *time,
+            Mood::Behind(time) => SystemTime::now() - *time,
+            _ => SystemTime::now(),
+        };
         csr.params.not_before = now.into();
         csr.params.not_after = (now + self.lifetime).into();
         let signed = match mood {

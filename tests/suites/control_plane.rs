@@ -1,25 +1,17 @@
 //! Control planes that share no code with us: a mesh by xDS and certificates of Istio's authority, by tonic with messages of its own
 //! and by grpcio with messages made by hand; well, wrong, and away.
 
-use std::{
-    fs,
-    io::{Read as _, Write as _},
-    net::{Shutdown, TcpStream},
-    path::Path,
-    process::ExitCode,
-    time::Duration,
-};
+use std::{fs, net::Shutdown, path::Path, process::ExitCode, time::Duration};
 
 use redirector_tests::{
-    ads::{ADDRESS, AUTHORIZATION, Ads, workload},
-    agent::{Agent, Options},
+    ads::{ADDRESS, AUTHORIZATION, Ads, deny, workload},
     app::{self, App},
     capture::opened_ports,
+    control_plane::{Demo, Ground, echoes, open},
     envoy::python,
-    grpc::Credentials,
     istio_ca::{IstioCa, Mood},
-    mesh::{PORT, refused},
-    node::{Family, Node, Pod},
+    mesh::PORT,
+    node::{Family, Pod},
     process::{Process, command},
     proto::{security, workload as proto},
     suite::{Case, Needs, case, main as suite},
@@ -77,135 +69,6 @@ fn main() -> ExitCode {
     suite(Needs::Peers, 2, cases)
 }
 
-/// A node with two pods and an agent that was told of a control plane. The agent is dropped first.
-struct Demo {
-    agent: Agent,
-    client: Pod,
-    server: Pod,
-    node: Node,
-}
-
-/// A node and its pods, before there is an agent.
-struct Ground {
-    node: Node,
-    client: Pod,
-    server: Pod,
-}
-
-impl Ground {
-    fn new() -> Self {
-        let node = Node::new();
-        let [client, server] = ["client", "server"].map(|name| node.pod(name));
-        Self { node, client, server }
-    }
-
-    fn credentials(&self) -> Credentials {
-        Credentials::create(self.node.directory(), "plane")
-    }
-
-    /// Starts the agent, with an empty workload file beside what is in `environment`, and enrols both pods.
-    fn start(self, environment: Vec<(String, String)>, workloads: &Workloads) -> Demo {
-        let options = Options {
-            environment,
-            // Each connection that comes after another's end makes a tunnel, and so a handshake.
-            arguments: ["--pool-unused-release-timeout", "100ms"]
-                .map(str::to_owned)
-                .into(),
-            ..Options::default()
-        };
-        let Self { node, client, server } = self;
-        let agent = Agent::start(&node, workloads, options);
-        agent.enrol(&client);
-        agent.enrol(&server);
-        Demo {
-            agent,
-            client,
-            server,
-            node,
-        }
-    }
-}
-
-impl Demo {
-    /// Asks the server who calls.
-    fn ask(&self, family: Family) -> std::io::Result<String> {
-        app::ask_who(&self.client.ns, self.server.addr(family, PORT))
-    }
-
-    fn serve(&self, family: Family, handler: app::Handler) -> App {
-        App::start(&self.server.ns, (family.any(), PORT).into(), handler)
-    }
-
-    /// Waits until the server is reached, by HBONE and by nothing else.
-    fn meets(&self, family: Family) {
-        let capture = self.node.capture(&self.server);
-        let seen = wait::until("the pods to meet", || self.ask(family).ok());
-        assert_eq!(seen, self.client.ip(family).to_string());
-        let ports = opened_ports(&capture.stop());
-        assert!(ports.iter().all(|port| *port == 15008), "{ports:?}");
-        let entry = wait::until("the access log", || {
-            let log = self.agent.access_log();
-            log.into_iter().rev().find(|entry| !entry.contains_key("error"))
-        });
-        assert!(entry.contains_key("dst.hbone_addr"), "{entry:?}");
-    }
-
-    /// Waits until the pods don't meet, and returns what the access log says last.
-    fn parts(&self, family: Family) -> String {
-        wait::until("the pods to be parted", || {
-            self.ask(family).is_err().then_some(())
-        });
-        refused(&self.client.ns, self.server.addr(family, PORT));
-        let log = self.agent.access_log();
-        let mut errors = log.iter().rev().filter_map(|entry| entry.get("error"));
-        errors.next().cloned().unwrap_or_default()
-    }
-
-    /// Waits until the log gives this as a reason.
-    fn tells(&self, reason: &str) {
-        wait::until(reason, || self.agent.log().contains(reason).then_some(()));
-    }
-
-    /// How many workloads the agent knows.
-    fn workloads(&self) -> usize {
-        let admin = (std::net::Ipv4Addr::LOCALHOST, 15000).into();
-        let (_, dump) = app::http_get(&self.node.host.ns, admin, "/config_dump").unwrap();
-        let dump: serde_json::Value = serde_json::from_str(&dump).unwrap();
-        usize::try_from(dump["workloads"].as_u64().unwrap()).unwrap()
-    }
-
-    fn readiness(&self) -> u16 {
-        let readiness = (std::net::Ipv4Addr::LOCALHOST, 15021).into();
-        app::http_get(&self.node.host.ns, readiness, "/healthz/ready")
-            .unwrap()
-            .0
-    }
-
-    /// Nobody reads a token or a key where everybody may look.
-    fn tells_no_secrets(&self) {
-        let admin = (std::net::Ipv4Addr::LOCALHOST, 15000).into();
-        let (_, dump) = app::http_get(&self.node.host.ns, admin, "/config_dump").unwrap();
-        for text in [dump, self.agent.log()] {
-            assert!(
-                !text.contains("plane-secret") && !text.contains("PRIVATE KEY"),
-                "{text}"
-            );
-        }
-    }
-}
-
-/// A connection to an echo, which is in use.
-fn open(demo: &Demo, family: Family) -> TcpStream {
-    let stream = app::connect(&demo.client.ns, demo.server.addr(family, PORT)).unwrap();
-    stream.set_read_timeout(Some(app::IO_DEADLINE)).unwrap();
-    stream
-}
-
-fn echoes(mut stream: &TcpStream) -> std::io::Result<()> {
-    stream.write_all(b"ping")?;
-    stream.read_exact(&mut [0; 4])
-}
-
 /// The address of a service.
 const VIP: [u8; 4] = [10, 96, 0, 1];
 
@@ -232,26 +95,6 @@ fn behind_service(pod: &Pod) -> (proto::Workload, proto::Service) {
     let list = proto::PortList { ports };
     endpoint.services.insert(format!("demo/{hostname}"), list);
     (endpoint, service)
-}
-
-fn deny(namespace: &str) -> security::Authorization {
-    let text = security::StringMatch {
-        match_type: Some(security::string_match::MatchType::Exact(namespace.into())),
-    };
-    let one = security::Match {
-        namespaces: vec![text],
-        ..Default::default()
-    };
-    security::Authorization {
-        name: "deny".into(),
-        namespace: "demo".into(),
-        scope: security::Scope::Namespace.into(),
-        action: security::Action::Deny.into(),
-        rules: vec![security::Rule {
-            clauses: vec![security::Clause { matches: vec![one] }],
-        }],
-        ..Default::default()
-    }
 }
 
 fn the_mesh_is_as_the_control_plane_says() {
@@ -373,7 +216,7 @@ fn the_mesh_outlives_its_control_plane() {
         demo.agent.log().contains("the mesh stays as it is").then_some(())
     });
     demo.meets(Family::V4);
-    assert_eq!(demo.readiness(), 200);
+    assert_eq!(demo.readiness().0, 200);
     // What changes meanwhile is told when it is back, and what is the same is not told again.
     let stranger = demo.node.pod("late");
     ads.edit(|edit| {
@@ -389,7 +232,7 @@ fn the_mesh_outlives_its_control_plane() {
     assert_eq!(addresses.initial_resource_versions.len(), 2, "{addresses:?}");
     demo.parts(Family::V4);
     assert_eq!(ads.connections(), 2);
-    assert_eq!(demo.readiness(), 200);
+    assert_eq!(demo.readiness().0, 200);
 }
 
 fn a_hundred_thousand_workloads_come_in_one_message() {

@@ -51,8 +51,8 @@ impl Subscription {
         }
     }
 
-    /// What it lacks, and the names that are gone or that nothing has.
-    pub(super) fn lack(&mut self, all: &Resources<'_>) -> (Vec<Resource>, Vec<String>) {
+    /// What it lacks, though it is told of no more than `most`; and the names that are gone or that nothing has.
+    pub(super) fn lack(&mut self, all: &Resources<'_>, most: Option<usize>) -> (Vec<Resource>, Vec<String>) {
         let unanswered = mem::take(&mut self.unanswered);
         let mut chosen: Vec<(&String, Vec<String>)> = Vec::new();
         if self.is_wildcard {
@@ -78,6 +78,9 @@ impl Subscription {
         }
         let mut resources = Vec::new();
         for (name, aliases) in &chosen {
+            if most.is_some_and(|most| self.told.len() >= most) {
+                break;
+            }
             let (version, any) = all[name];
             let version = version.to_string();
             // Whoever asks by name has an answer, even to what it has.

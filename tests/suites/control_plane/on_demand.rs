@@ -5,6 +5,7 @@ use std::net::{IpAddr, SocketAddr};
 use redirector_tests::{
     ads::{ADDRESS, Ads, workload},
     app::{self, App},
+    control_plane::Ground,
     mesh::{PORT, refused},
     node::Family,
     proto::workload as proto,
@@ -12,7 +13,7 @@ use redirector_tests::{
     workloads::Workloads,
 };
 
-use super::{Ground, VIP, behind_service};
+use super::{VIP, behind_service};
 
 /// Every name that was asked for so far, in its order.
 fn asked(ads: &Ads) -> Vec<String> {
@@ -47,7 +48,7 @@ pub(crate) fn only_what_is_called_is_asked_for() {
     environment.push(("XDS_ON_DEMAND".into(), "true".into()));
     let plain = ground.node.pod("plain");
     let demo = ground.start(environment, &Workloads::default());
-    assert_eq!(demo.readiness(), 200);
+    assert_eq!(demo.readiness().0, 200);
     let _who = demo.serve(Family::V4, app::who);
     demo.meets(Family::V4);
     let both = [name(demo.client.ip(Family::V4)), name(demo.server.ip(Family::V4))];
