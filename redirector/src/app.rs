@@ -439,7 +439,10 @@ fn start_mesh(
              enrolled pod is refused"
         );
     }
-    let (state, handle, receiver) = State::new(file);
+    let (mut state, handle, receiver) = State::new(file);
+    if config.xds.is_some() {
+        state.await_policies();
+    }
     tasks.spawn(state.run(stop.clone()));
     if let Some(source) = source {
         tasks.spawn(source.run(handle.clone(), stop.clone()));

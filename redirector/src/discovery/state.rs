@@ -46,6 +46,8 @@ enum Change {
     Updates(Vec<Update>),
     /// The file's part as a whole.
     File(Box<Mesh>),
+    /// The control plane has told its policies.
+    PoliciesTold,
 }
 
 impl Handle {
@@ -63,6 +65,14 @@ impl Handle {
     /// When the agent stops.
     pub async fn replace_file(&self, file: Mesh) -> Result<(), Stopped> {
         self.send(Change::File(Box::new(file))).await
+    }
+
+    /// From now on the policies that are here are all that there are. Returns when that counts.
+    ///
+    /// # Errors
+    /// When the agent stops.
+    pub async fn policies_told(&self) -> Result<(), Stopped> {
+        self.send(Change::PoliciesTold).await
     }
 
     async fn send(&self, change: Change) -> Result<(), Stopped> {
@@ -87,6 +97,12 @@ impl State {
         (state, Handle(sender), readers)
     }
 
+    /// There is a control plane, whose policies are not here: until they are, connections to pods are held.
+    pub fn await_policies(&mut self) {
+        self.layers.mesh.set_policies_awaited(true);
+        self.published.send_replace(Arc::new(self.layers.mesh.clone()));
+    }
+
     /// Applies changes until `stop`.
     pub async fn run(mut self, stop: CancellationToken) {
         loop {
@@ -98,7 +114,11 @@ impl State {
                     continue;
                 }
             };
-            let is_small = matches!(&change, Change::Updates(updates) if updates.len() <= MANY);
+            let is_small = match &change {
+                Change::Updates(updates) => updates.len() <= MANY,
+                Change::File(_) => false,
+                Change::PoliciesTold => true,
+            };
             if is_small {
                 self.layers.change(change);
             } else {
@@ -180,6 +200,7 @@ impl Layers {
                 }
             }
             Change::File(file) => self.replace_file(*file),
+            Change::PoliciesTold => self.mesh.set_policies_awaited(false),
         }
     }
 

@@ -201,8 +201,15 @@ impl Client {
             };
             *answered = true;
             self.metrics.received(&response);
+            let had_policies = session.has_policies();
             let outcome = session.take(response).await;
             if let Err(stopped) = self.mesh.apply(outcome.updates).await {
+                return stopped.into();
+            }
+            if !had_policies
+                && session.has_policies()
+                && let Err(stopped) = self.mesh.policies_told().await
+            {
                 return stopped.into();
             }
             if let Some(demand) = &self.demand {

@@ -55,6 +55,8 @@ struct Policies {
     by_namespace: HashMap<Arc<str>, Bucket<Policy>>,
     /// How many are enforced and only for those who name them.
     selected: usize,
+    /// There may be more: somebody who has some has not told them.
+    are_awaited: bool,
 }
 
 /// Kubernetes namespace and pod name.
@@ -107,6 +109,16 @@ impl Mesh {
     /// before its workload is.
     pub fn has_selected_policies(&self) -> bool {
         self.policies.selected > 0
+    }
+
+    /// Says whether there may be policies that have not been told.
+    pub fn set_policies_awaited(&mut self, are_awaited: bool) {
+        Arc::make_mut(&mut self.policies).are_awaited = are_awaited;
+    }
+
+    /// Whether there may be policies that have not been told: then what the mesh permits is not known.
+    pub fn policies_are_awaited(&self) -> bool {
+        self.policies.are_awaited
     }
 
     /// Whether the policies are those of `other`, for sure: then nobody has to be asked again.

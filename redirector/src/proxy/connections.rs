@@ -36,6 +36,9 @@ pub(super) enum Denied {
     /// By policies that came later.
     #[error("closed due to policy change")]
     ByChange(#[source] Denial),
+    /// Nobody knows which policies there are.
+    #[error("the control plane has not told its policies yet: one may be against this")]
+    PoliciesAwaited,
     /// Nobody knows which policies it would meet.
     #[error(
         "the mesh has policies that are for single workloads, and no workload for the local pod {namespace}/{name} with \
@@ -53,7 +56,7 @@ pub(super) enum Denied {
 impl Denied {
     /// Whether a newer snapshot of the mesh is likely to have the answer: worth waiting for, for a bounded time.
     pub(super) fn is_transient(&self) -> bool {
-        matches!(self, Self::UnknownWorkload { .. })
+        matches!(self, Self::PoliciesAwaited | Self::UnknownWorkload { .. })
     }
 }
 
@@ -163,6 +166,9 @@ impl Connections {
     pub(super) fn admit(self: &Arc<Self>, flow: Flow) -> Result<Admitted, Denied> {
         let (admitted, policies) = {
             let mut table = self.newest();
+            if table.mesh.policies_are_awaited() {
+                return Err(Denied::PoliciesAwaited);
+            }
             if !table.is_known && table.mesh.has_selected_policies() {
                 return Err(Denied::UnknownWorkload {
                     namespace: self.info.namespace.clone(),

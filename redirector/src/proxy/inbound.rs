@@ -300,7 +300,9 @@ pub(super) async fn application<T>(
         identity: Some(tunnel.identity.clone()),
         destination,
     };
-    let admitted = pod.connections.admit(flow).map_err(Error::Denied)?;
+    let admit = |_: &Mesh| pod.connections.admit(flow.clone());
+    let admitted = pod.settled(admit, Denied::is_transient, |_, _| Vec::new()).await;
+    let admitted = admitted.map_err(Error::Denied)?;
     let on_loopback = upstream.proxied.is_some() && pod.shared.config.loopback_application_tunnel;
     let dialled = async {
         if on_loopback {

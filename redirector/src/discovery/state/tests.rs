@@ -301,3 +301,28 @@ proptest! {
         }
     }
 }
+
+#[tokio::test]
+async fn policies_are_awaited_until_they_have_been_told_whatever_else_comes() {
+    let (mut state, handle, readers) = State::new(Some(Mesh::default()));
+    state.await_policies();
+    let _owner = AbortOnDropHandle::new(tokio::spawn(state.run(CancellationToken::new())));
+    let mut are_awaited = vec![readers.borrow().policies_are_awaited()];
+    handle
+        .apply(vec![workload_update("web", "10.0.0.1")])
+        .await
+        .unwrap();
+    are_awaited.push(readers.borrow().policies_are_awaited());
+    let mut file = Mesh::default();
+    file.apply(Update::Policy(Arc::new(policy("file", Action::Deny))));
+    handle.replace_file(file).await.unwrap();
+    are_awaited.push(readers.borrow().policies_are_awaited());
+    handle
+        .apply(vec![Update::Policy(Arc::new(policy("plane", Action::Deny)))])
+        .await
+        .unwrap();
+    handle.policies_told().await.unwrap();
+    are_awaited.push(readers.borrow().policies_are_awaited());
+    assert_eq!(are_awaited, [true, true, true, false]);
+    assert_eq!(readers.borrow().policies(), 2);
+}

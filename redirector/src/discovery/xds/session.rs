@@ -43,6 +43,8 @@ pub(super) struct Session {
     versions: BTreeMap<&'static str, BTreeMap<String, String>>,
     /// The types of which a server could not be told what is here: its first response is all that there is.
     untold: BTreeSet<&'static str>,
+    /// Policies have come, be it that there are none.
+    has_policies: bool,
     /// The types that have been taken whole once.
     accepted: BTreeSet<&'static str>,
     /// What resources have in common.
@@ -82,6 +84,7 @@ impl Session {
             on_demand,
             versions: TYPES.into_iter().map(|url| (url, BTreeMap::new())).collect(),
             untold: BTreeSet::new(),
+            has_policies: false,
             accepted: BTreeSet::new(),
             strings: Strings::default(),
         }
@@ -191,6 +194,7 @@ impl Session {
                 },
             }
         };
+        self.has_policies |= url == AUTHORIZATION;
         let versions = self.versions.entry(url).or_default();
         versions.extend(taken.good);
         for name in taken.partly {
@@ -232,6 +236,11 @@ impl Session {
             .filter(|name| !there.contains(name.as_str()))
             .cloned()
             .collect()
+    }
+
+    /// Whether policies have come, be it that there are none.
+    pub(super) fn has_policies(&self) -> bool {
+        self.has_policies
     }
 
     /// The types that have not been taken whole once, of those that are asked for whole.

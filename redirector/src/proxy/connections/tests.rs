@@ -354,3 +354,26 @@ async fn a_change_and_a_connection_at_the_same_time_leave_nothing_open() {
         );
     }
 }
+
+#[tokio::test]
+async fn nobody_is_let_in_while_there_may_be_policies_that_are_not_told() {
+    let awaited = |are_awaited| {
+        let mut now = Mesh::clone(&mesh(&[], &[]));
+        now.set_policies_awaited(are_awaited);
+        Arc::new(now)
+    };
+    let followed = Followed::new(awaited(true));
+    for flow in [flow("a", 80), plain(80)] {
+        let denied = followed.admit(flow).unwrap_err();
+        assert!(denied.is_transient(), "{denied}");
+        assert!(
+            denied.to_string().contains("has not told its policies"),
+            "{denied}"
+        );
+    }
+    followed.mesh.send_replace(awaited(false));
+    let admitted = [flow("a", 80), plain(80)].map(|flow| followed.admit(flow).unwrap());
+    // Who is let in stays: they are asked again of policies alone.
+    followed.settle().await;
+    assert!(admitted.iter().all(|admitted| admitted.entry.denied().is_none()));
+}

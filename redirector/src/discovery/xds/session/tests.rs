@@ -64,10 +64,10 @@ async fn good_resources_are_acknowledged_and_told_at_the_next_connection() {
     assert_eq!((&*answer.type_url, &*answer.response_nonce), (ADDRESS, "n1"));
     assert!(answer.error_detail.is_none() && answer.node.is_none());
     assert!(matches!(&*updates, [Update::Workload(_), Update::Service(_)]));
-    assert!(!session.awaited().is_empty());
+    assert!(!session.awaited().is_empty() && !session.has_policies());
     // A type of which there is nothing is here, too.
     session.take(response(AUTHORIZATION, "n2", vec![], &[])).await;
-    assert!(session.awaited().is_empty());
+    assert!(session.awaited().is_empty() && session.has_policies());
     let versions = |all: &[(&str, &str)]| -> Vec<_> {
         all.iter()
             .map(|(name, version)| ((*name).to_owned(), (*version).to_owned()))
