@@ -75,9 +75,10 @@ impl fmt::Display for Address {
     }
 }
 
-/// The host of a URL as names and addresses are written elsewhere, and its port. IPv6 is in brackets in URLs alone.
+/// The host of a URL as names and addresses are written elsewhere, and its port or that of https. IPv6 is in brackets
+/// in URLs alone.
 pub(super) fn host_and_port(uri: &Uri) -> (&str, u16) {
     let host = uri.host().unwrap_or_default();
     let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
-    (bare.unwrap_or(host), uri.port_u16().unwrap_or_default())
+    (bare.unwrap_or(host), uri.port_u16().unwrap_or(443))
 }

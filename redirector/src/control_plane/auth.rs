@@ -42,7 +42,8 @@ impl Token {
         }
     }
 
-    async fn header(&self) -> Result<MetadataValue<Ascii>, Error> {
+    /// As it is sent.
+    pub(super) async fn header(&self) -> Result<MetadataValue<Ascii>, Error> {
         let (text, origin) = match self {
             Self::Literal(text) => (text.clone(), "the settings".to_owned()),
             Self::File(path) => {

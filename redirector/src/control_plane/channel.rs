@@ -114,7 +114,7 @@ impl Config {
                 let plain = plain.ok_or_else(|| Error::Name(host.to_owned()))?;
                 let endpoint = endpoint(&plain).origin(uri.clone());
                 endpoint.connect_with_connector_lazy(service_fn(move |uri| {
-                    in_time(tls_stream(uri, Arc::clone(&config), name.clone()))
+                    in_time(http2_stream(uri, Arc::clone(&config), name.clone()))
                 }))
             }
             Address::Plain(uri) => {
@@ -134,7 +134,7 @@ impl Config {
 }
 
 /// A connection as the HTTP library wants it, or a failure when the deadline has passed.
-async fn in_time<T>(connecting: impl Future<Output = io::Result<T>>) -> io::Result<TokioIo<T>> {
+pub(super) async fn in_time<T>(connecting: impl Future<Output = io::Result<T>>) -> io::Result<TokioIo<T>> {
     let connected = tokio::time::timeout(CONNECT_DEADLINE, connecting).await;
     let late = || {
         io::Error::new(
@@ -157,13 +157,22 @@ async fn tcp_stream(uri: Uri) -> io::Result<TcpStream> {
     Ok(stream)
 }
 
-async fn tls_stream(
+/// A connection with TLS, whatever is spoken in it.
+pub(super) async fn tls_stream(
     uri: Uri,
     config: Arc<ClientConfig>,
     name: ServerName<'static>,
 ) -> io::Result<TlsStream<TcpStream>> {
     let stream = tcp_stream(uri).await?;
-    let stream = TlsConnector::from(config).connect(name, stream).await?;
+    TlsConnector::from(config).connect(name, stream).await
+}
+
+async fn http2_stream(
+    uri: Uri,
+    config: Arc<ClientConfig>,
+    name: ServerName<'static>,
+) -> io::Result<TlsStream<TcpStream>> {
+    let stream = tls_stream(uri, config, name).await?;
     if stream.get_ref().1.alpn_protocol() != Some(b"h2") {
         return Err(io::Error::other("the server does not speak HTTP/2 (by ALPN)"));
     }

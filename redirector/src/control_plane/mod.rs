@@ -1,4 +1,5 @@
-//! How a control plane is reached: the gRPC connection that certificate authority, discovery and Workload API share.
+//! How a control plane is reached: the gRPC connection that certificate authority, discovery and Workload API share, and the
+//! client of Kubernetes' API ([`kubernetes`]).
 //!
 //! [`Channel`] connects when it is first used and again when the connection is lost or the roots have changed; who is asked,
 //! for what, is the caller's matter. Values of time-outs and names of headers are Istio's (ztunnel `tls/control_plane.rs` and
@@ -7,6 +8,7 @@
 mod address;
 mod auth;
 mod channel;
+pub mod kubernetes;
 mod tls;
 
 pub use address::{Address, InvalidAddress};
@@ -53,6 +55,14 @@ pub enum Error {
     /// The server's name cannot be one of a certificate.
     #[error("{0:?} is no name that a certificate could have")]
     Name(String),
+    /// A kubeconfig that cannot be used.
+    #[error("kubeconfig {}: {problem}", path.display())]
+    Kubeconfig {
+        /// Which.
+        path: PathBuf,
+        /// What is wrong with it.
+        problem: String,
+    },
     /// TLS refuses its configuration.
     #[error("TLS to the control plane cannot be set up")]
     Tls(#[source] rustls::Error),

@@ -21,10 +21,10 @@ use tonic_prost::ProstCodec;
 use super::*;
 
 /// Nothing here takes this long.
-const DEADLINE: Duration = Duration::from_secs(60);
+pub(super) const DEADLINE: Duration = Duration::from_secs(60);
 
 /// A root in PEM, and a server's configuration that leads to it.
-fn server(name: &str, alpn: &[u8]) -> (String, Arc<ServerConfig>) {
+pub(super) fn server(name: &str, alpn: &[u8]) -> (String, Arc<ServerConfig>) {
     let mut params = CertificateParams::default();
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
     // Else two of them are told apart by their signatures alone.

@@ -1,4 +1,5 @@
-//! TLS to a control plane: TLS 1.3, HTTP/2, a server that is known by its host name.
+//! TLS to a control plane: TLS 1.3 (with Kubernetes 1.2 as well), HTTP/2 (with Kubernetes 1.1), a server that is known by its
+//! host name.
 
 use std::{path::PathBuf, sync::Arc};
 
@@ -9,9 +10,9 @@ use rustls::{
         danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier},
     },
     crypto::aws_lc_rs,
-    version::TLS13,
+    version::{TLS12, TLS13},
 };
-use rustls_pki_types::{CertificateDer, ServerName, UnixTime, pem::PemObject};
+use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime, pem::PemObject};
 
 use super::{Config, Error};
 
@@ -99,6 +100,32 @@ pub(super) fn client_config(
         .with_custom_certificate_verifier(Arc::new(verifier))
         .with_no_client_auth();
     client.alpn_protocols = vec![b"h2".to_vec()];
+    Ok(Arc::new(client))
+}
+
+/// The configuration for the API server of a Kubernetes cluster that leads to `roots`, which are in `origin`; it is shown
+/// `certificate`, if it asks for one.
+pub(super) fn kubernetes(
+    roots: &[CertificateDer<'static>],
+    origin: &str,
+    certificate: Option<&(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>)>,
+) -> Result<Arc<ClientConfig>, Error> {
+    let mut store = RootCertStore::empty();
+    store.add_parsable_certificates(roots.iter().cloned());
+    if store.is_empty() {
+        return Err(Error::NoRoots(origin.to_owned()));
+    }
+    let client = ClientConfig::builder_with_provider(Arc::new(aws_lc_rs::default_provider()))
+        .with_protocol_versions(&[&TLS13, &TLS12])
+        .map_err(Error::Tls)?
+        .with_root_certificates(store);
+    let mut client = match certificate {
+        Some((chain, key)) => client
+            .with_client_auth_cert(chain.clone(), key.clone_key())
+            .map_err(Error::Tls)?,
+        None => client.with_no_client_auth(),
+    };
+    client.alpn_protocols = vec![b"http/1.1".to_vec()];
     Ok(Arc::new(client))
 }
 
