@@ -29,6 +29,7 @@ use self::upkeep::Upkeep;
 use crate::{
     admin::{Admin, Endpoint},
     config::{Config, MeshSource, PodSource, planes::Certificates, values::Redirect},
+    control_plane::kubernetes::Kubernetes,
     discovery::{
         self,
         demand::Demand,
@@ -42,6 +43,7 @@ use crate::{
         dev_ca::{self, DevCa},
         files::Files,
         istio_ca::IstioCa,
+        kubernetes_csr::{self, KubernetesCsr},
         renew::Renewing,
         store::Store,
         trust::PeerRules,
@@ -492,6 +494,16 @@ fn certificates(config: &Config) -> Result<Arc<dyn CertSource>, Error> {
     let by_default = match &config.certificates {
         Certificates::Authority(plane) => {
             return Ok(Arc::new(Renewing::new(IstioCa::new(plane.0.clone(), lifetime))));
+        }
+        Certificates::Signer(signer) => {
+            let config = kubernetes_csr::Config {
+                signer: signer.name.clone(),
+                roots: signer.roots.clone(),
+                approve: signer.approve,
+                lifetime,
+            };
+            let kubernetes = Kubernetes::new(signer.cluster.clone());
+            return Ok(Arc::new(Renewing::new(KubernetesCsr::new(kubernetes, config))));
         }
         Certificates::Directory(path) => return Ok(Arc::new(Files::follow(path))),
         Certificates::WorkloadApi(address) => return Ok(Arc::new(WorkloadApi::follow(address.clone()))),

@@ -246,6 +246,16 @@ impl Config {
             environment,
         };
         let (xds, ca) = (xds.plane()?, ca.plane()?);
+        let svid_ttl = s.svid_ttl.unwrap_or(Span(Duration::from_secs(24 * 3600)));
+        let signer = planes::GivenSigner {
+            name: s.kubernetes_signer,
+            roots: s.kubernetes_signer_roots,
+            approve: s.kubernetes_signer_approve,
+            kubeconfig: s.kubeconfig,
+            lifetime: svid_ttl,
+            environment,
+        };
+        let signer = signer.signer()?;
         let xds_on_demand = s.xds_on_demand.unwrap_or(false);
         if xds_on_demand && xds.is_none() {
             return setting(
@@ -307,9 +317,9 @@ impl Config {
             xds,
             xds_identity,
             xds_on_demand,
-            certificates: Certificates::choose(fake_ca, ca, s.cert_dir, s.spiffe_socket)?,
+            certificates: Certificates::choose(fake_ca, ca, signer, s.cert_dir, s.spiffe_socket)?,
             state_dir,
-            svid_ttl: s.svid_ttl.unwrap_or(Span(Duration::from_secs(24 * 3600))),
+            svid_ttl,
             cluster_id,
             node_name,
             trust_domain,

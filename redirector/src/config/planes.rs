@@ -7,10 +7,11 @@ use std::{
 
 use serde::{Serialize, Serializer, ser::SerializeStruct};
 
-use super::Error;
+use super::{Error, values::Span};
 use crate::{
-    control_plane::{Address, Auth, Config, Roots, Token},
+    control_plane::{Address, Auth, Config, Roots, Token, kubernetes::Cluster},
     discovery::xds,
+    identity::kubernetes_csr,
 };
 
 /// Where the roots of Istio's control plane are mounted.
@@ -124,6 +125,85 @@ pub(super) fn identity(names: xds::Identity, environment: &Environment) -> Resul
     Ok(identity)
 }
 
+/// A signer of a Kubernetes cluster.
+#[derive(Debug, Clone, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Signer {
+    /// The cluster.
+    #[serde(serialize_with = "super::as_text")]
+    pub cluster: Cluster,
+    /// The signer's name there.
+    pub name: String,
+    /// File of what its certificates lead to.
+    pub roots: PathBuf,
+    /// Whether its requests are approved by us.
+    pub approve: bool,
+}
+
+/// What the settings say of it.
+pub(super) struct GivenSigner<'a> {
+    pub(super) name: Option<String>,
+    pub(super) roots: Option<PathBuf>,
+    pub(super) approve: Option<bool>,
+    pub(super) kubeconfig: Option<PathBuf>,
+    pub(super) lifetime: Span,
+    pub(super) environment: &'a Environment,
+}
+
+impl GivenSigner<'_> {
+    /// The signer; none when none is named.
+    pub(super) fn signer(self) -> Result<Option<Signer>, Error> {
+        let setting = |text: String| Err(Error::Setting(text));
+        let Some(name) = self.name.filter(|name| !name.is_empty()) else {
+            return Ok(None);
+        };
+        let (domain, rest) = name.split_once('/').unwrap_or_default();
+        if !domain.contains('.') || rest.is_empty() || name.chars().any(char::is_whitespace) {
+            return setting(format!(
+                "CERT_SIGNER_NAME (--kubernetes-signer): {name:?} is no signer's name; write DOMAIN/NAME, example.com/mesh"
+            ));
+        }
+        // What these sign, Kubernetes says; certificates of pods are not among it.
+        if domain == "kubernetes.io" {
+            return setting(format!(
+                "CERT_SIGNER_NAME (--kubernetes-signer): {name} signs for parts of Kubernetes alone; name a signer of your own"
+            ));
+        }
+        let Some(roots) = self.roots else {
+            return setting(
+                "CERT_SIGNER_ROOT_CA (--kubernetes-signer-roots) is missing: CERT_SIGNER_NAME (--kubernetes-signer) needs the \
+                 file of the signer's root certificates beside it"
+                    .to_owned(),
+            );
+        };
+        if self.lifetime.0 < kubernetes_csr::MIN_LIFETIME {
+            return setting(
+                "SECRET_TTL (--svid-ttl): must be at least 10m with CERT_SIGNER_NAME (--kubernetes-signer)"
+                    .to_owned(),
+            );
+        }
+        let variable = |name| self.environment.get(name).filter(|text| !text.is_empty());
+        let pod = variable("KUBERNETES_SERVICE_HOST").zip(variable("KUBERNETES_SERVICE_PORT"));
+        let cluster = match (self.kubeconfig, pod) {
+            (Some(path), _) => Cluster::Kubeconfig(path),
+            (None, Some((host, port))) => Cluster::own(host, port),
+            (None, None) => {
+                return setting(
+                    "CERT_SIGNER_NAME (--kubernetes-signer): no Kubernetes is known; run the agent in a pod, or give \
+                     KUBECONFIG (--kubeconfig)"
+                        .to_owned(),
+                );
+            }
+        };
+        Ok(Some(Signer {
+            cluster,
+            name,
+            roots,
+            approve: self.approve.unwrap_or(false),
+        }))
+    }
+}
+
 /// Where certificates come from.
 #[derive(Debug, Clone, Serialize)]
 #[serde(rename_all = "camelCase")]
@@ -137,6 +217,8 @@ pub enum Certificates {
     Authority(Plane),
     /// Files.
     Directory(PathBuf),
+    /// A signer of a Kubernetes cluster.
+    Signer(Signer),
     /// A SPIFFE Workload API.
     WorkloadApi(#[serde(serialize_with = "super::as_text")] Address),
 }
@@ -147,6 +229,7 @@ impl Certificates {
     pub(super) fn choose(
         fake_ca: bool,
         authority: Option<Plane>,
+        signer: Option<Signer>,
         directory: Option<PathBuf>,
         socket: Option<String>,
     ) -> Result<Self, Error> {
@@ -155,6 +238,7 @@ impl Certificates {
         let chosen = [
             (fake_ca, "FAKE_CA=true (--fake-ca)"),
             (authority.is_some(), "CA_ADDRESS (--ca-address)"),
+            (signer.is_some(), "CERT_SIGNER_NAME (--kubernetes-signer)"),
             (directory.is_some(), "--cert-dir"),
             (socket.is_some(), "SPIFFE_ENDPOINT_SOCKET (--spiffe-socket)"),
         ];
@@ -170,9 +254,10 @@ impl Certificates {
             );
             return Err(Error::Setting(text));
         }
-        Ok(match (authority, directory, socket) {
+        Ok(match (authority, signer, directory, socket) {
             (Some(authority), ..) => Self::Authority(authority),
-            (_, Some(directory), _) => Self::Directory(directory),
+            (_, Some(signer), ..) => Self::Signer(signer),
+            (_, _, Some(directory), _) => Self::Directory(directory),
             (.., Some(socket)) => Self::WorkloadApi(socket),
             _ => Self::DevCa { by_default: !fake_ca },
         })

@@ -121,6 +121,15 @@ settings! {
         spiffe_socket: String, ["SPIFFE_ENDPOINT_SOCKET"];
     "File of revocation lists (CRL), PEM or DER: peers whose certificate is on one are refused"
         crl_file: PathBuf, ["CRL_PATH"];
+    "Signer of Kubernetes' CertificateSigningRequest API that signs the pods' certificates, instead of an authority, as \
+     DOMAIN/NAME"
+        kubernetes_signer: String, ["CERT_SIGNER_NAME"];
+    "File of the root certificates that the signer's certificates lead to"
+        kubernetes_signer_roots: PathBuf, ["CERT_SIGNER_ROOT_CA"];
+    "Approve the requests to the signer, which takes the right to; else somebody else must [default: false]"
+        kubernetes_signer_approve: bool, [], switch "true";
+    "File that tells how the API server of Kubernetes is reached [default: as Kubernetes tells its pods]"
+        kubeconfig: PathBuf, ["KUBECONFIG"];
     "File of the token that control plane and certificate authority are shown, or the token [default: \
      ./var/run/secrets/tokens/istio-token, if it is there]"
         auth_token: String, ["AUTH_TOKEN"];

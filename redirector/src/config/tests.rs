@@ -191,7 +191,7 @@ fn switches_need_no_value() {
 fn errors_name_the_place_and_the_reason() {
     /// File, environment, flags, and parts of the error.
     type Case<'a> = (&'a str, &'a [(&'a str, &'a str)], &'a [&'a str], &'a [&'a str]);
-    let table: [Case<'_>; 34] = [
+    let table: [Case<'_>; 40] = [
         (
             "cert-dir: /certificates\n",
             &[("CA_ADDRESS", "istiod:15012")],
@@ -293,6 +293,54 @@ fn errors_name_the_place_and_the_reason() {
         ("", &[("LOG_FORMAT", "xml")], &[], &["LOG_FORMAT", "\"xml\""]),
         ("", &[("RUST_LOG", "a=loud")], &[], &["RUST_LOG", "\"a=loud\""]),
         ("", &[("SECRET_TTL", "1s")], &[], &["SECRET_TTL", "at least 2s"]),
+        (
+            "",
+            &[("CERT_SIGNER_NAME", "mesh")],
+            &[],
+            &["CERT_SIGNER_NAME", "\"mesh\"", "DOMAIN/NAME"],
+        ),
+        (
+            "",
+            &[],
+            &["--kubernetes-signer", "kubernetes.io/kubelet-serving"],
+            &["--kubernetes-signer", "a signer of your own"],
+        ),
+        (
+            "",
+            &[("CERT_SIGNER_NAME", "example.com/mesh")],
+            &[],
+            &["CERT_SIGNER_ROOT_CA", "--kubernetes-signer-roots", "is missing"],
+        ),
+        (
+            "",
+            &[
+                ("CERT_SIGNER_NAME", "example.com/mesh"),
+                ("CERT_SIGNER_ROOT_CA", "/r"),
+            ],
+            &[],
+            &["no Kubernetes is known", "KUBECONFIG"],
+        ),
+        (
+            "",
+            &[
+                ("CERT_SIGNER_NAME", "example.com/mesh"),
+                ("CERT_SIGNER_ROOT_CA", "/r"),
+                ("SECRET_TTL", "5m"),
+            ],
+            &[],
+            &["SECRET_TTL", "at least 10m", "CERT_SIGNER_NAME"],
+        ),
+        (
+            "",
+            &[
+                ("CERT_SIGNER_NAME", "example.com/mesh"),
+                ("CERT_SIGNER_ROOT_CA", "/r"),
+                ("KUBECONFIG", "/k"),
+                ("CA_ADDRESS", "istiod:15012"),
+            ],
+            &[],
+            &["CA_ADDRESS", " and CERT_SIGNER_NAME", "leave out all but one"],
+        ),
         ("", &[("TRUST_DOMAIN", "a/b")], &[], &["TRUST_DOMAIN", "a/b"]),
         (
             "",
@@ -477,4 +525,39 @@ fn certificates_come_from_files_or_from_a_socket() {
         let expected = serde_json::json!({ "workloadApi": "unix:///run/spire.sock" });
         assert_eq!(shown["certificates"], expected);
     }
+}
+
+#[test]
+fn certificates_come_from_a_signer_of_the_own_cluster_or_of_a_kubeconfig_s() {
+    let signer = [
+        ("CERT_SIGNER_NAME", "example.com/mesh"),
+        ("CERT_SIGNER_ROOT_CA", "/roots.pem"),
+    ];
+    let own = [
+        ("KUBERNETES_SERVICE_HOST", "fd00::1"),
+        ("KUBERNETES_SERVICE_PORT", "443"),
+    ];
+    let config = load("", &[&signer[..], &own[..]].concat(), &[]).unwrap();
+    assert_eq!(
+        serde_json::to_value(&config).unwrap()["certificates"],
+        serde_json::json!({ "signer": {
+            "cluster": "https://[fd00::1]:443", "name": "example.com/mesh", "roots": "/roots.pem", "approve": false,
+        } })
+    );
+    let flags = [
+        "--kubeconfig",
+        "/kubeconfig",
+        "--kubernetes-signer-approve",
+        "--svid-ttl",
+        "10m",
+    ];
+    let config = load("", &[&signer[..], &own[..]].concat(), &flags).unwrap();
+    let shown = &serde_json::to_value(&config).unwrap()["certificates"]["signer"];
+    assert_eq!(
+        (&shown["cluster"], &shown["approve"]),
+        (&"kubeconfig /kubeconfig".into(), &true.into())
+    );
+    // Without a signer, a kubeconfig means nothing.
+    let alone = load("", &[("KUBECONFIG", "/kubeconfig"), ("FAKE_CA", "true")], &[]);
+    assert!(dev_ca(&alone.unwrap(), false));
 }

@@ -3,18 +3,16 @@
 //! The agent asks for its pods in its own name, by impersonation: the authority grants what runs on the token's node. A pod that
 //! the API server doesn't show there yet is refused at first, and asked for again.
 
-use std::{collections::BTreeMap, time::Duration};
+use std::time::Duration;
 
 use http::uri::PathAndQuery;
 use prost_types::{Struct, Value, value::Kind};
-use rcgen::{
-    CertificateParams, DistinguishedName, KeyPair, PKCS_ECDSA_P256_SHA256, SanType, string::Ia5String,
-};
-use rustls_pki_types::{CertificateDer, PrivatePkcs8KeyDer, pem::PemObject};
+use rcgen::KeyPair;
+use rustls_pki_types::{CertificateDer, pem::PemObject};
 use tonic::{Extensions, Request, Status};
 use tonic_prost::ProstCodec;
 
-use super::{Error, Svid, renew::Issuer, tls};
+use super::{Error, Svid, csr, renew::Issuer};
 use crate::{
     control_plane::{self, Channel, explain},
     mesh::spiffe::SpiffeId,
@@ -102,16 +100,12 @@ impl Issuer for IstioCa {
 
 /// A new key, and the request for its certificate.
 fn request(id: &SpiffeId, lifetime: Duration) -> Result<(KeyPair, IstioCertificateRequest), rcgen::Error> {
-    let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256)?;
-    let mut params = CertificateParams::default();
-    // The identity and nothing else, in the one place where it counts.
-    params.distinguished_name = DistinguishedName::new();
-    params.subject_alt_names = vec![SanType::URI(Ia5String::try_from(id.to_string())?)];
+    let (key, csr) = csr::request(id)?;
     let impersonated = Value {
         kind: Some(Kind::StringValue(id.to_string())),
     };
     let request = IstioCertificateRequest {
-        csr: params.serialize_request(&key)?.pem()?,
+        csr,
         validity_duration: i64::try_from(lifetime.as_secs()).unwrap_or(i64::MAX),
         metadata: Some(Struct {
             fields: [(IMPERSONATED.to_owned(), impersonated)].into(),
@@ -120,7 +114,7 @@ fn request(id: &SpiffeId, lifetime: Duration) -> Result<(KeyPair, IstioCertifica
     Ok((key, request))
 }
 
-/// The certificate in an answer. Whose it is, and whether it leads to the roots, the store looks at.
+/// The certificate in an answer.
 fn svid(id: &SpiffeId, key: &KeyPair, answer: &IstioCertificateResponse) -> Result<Svid, Failure> {
     let certificates = |pem: &String| {
         let parsed = CertificateDer::pem_slice_iter(pem.as_bytes());
@@ -139,18 +133,7 @@ fn svid(id: &SpiffeId, key: &KeyPair, answer: &IstioCertificateResponse) -> Resu
         .map(certificates)
         .collect::<Result<Vec<_>, _>>()?
         .concat();
-    let leaf = chain.first().ok_or(Failure::Answer("no certificate"))?;
-    let (not_before, not_after) =
-        tls::validity(leaf).ok_or(Failure::Answer("a certificate that cannot be read"))?;
-    Ok(Svid {
-        id: id.clone(),
-        key: PrivatePkcs8KeyDer::from(key.serialize_der()).into(),
-        chain,
-        roots,
-        federated: BTreeMap::new(),
-        not_before,
-        not_after,
-    })
+    csr::svid(id, key, chain, roots).map_err(Failure::Answer)
 }
 
 #[cfg(test)]

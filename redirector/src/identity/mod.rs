@@ -12,9 +12,11 @@ use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 use crate::mesh::spiffe::SpiffeId;
 
 pub mod crl_file;
+mod csr;
 pub mod dev_ca;
 pub mod files;
 pub mod istio_ca;
+pub mod kubernetes_csr;
 mod pushed;
 pub mod renew;
 pub mod revocation;

@@ -32,7 +32,7 @@ pub trait Issuer: Send + Sync + 'static {
 const REQUESTS: (usize, usize) = (8, 6);
 
 /// Time for one request.
-const REQUEST_DEADLINE: Duration = Duration::from_secs(30);
+pub(super) const REQUEST_DEADLINE: Duration = Duration::from_secs(30);
 
 /// First wait after a failure, and the longest one while there is a certificate and while there is none.
 const BACKOFF: (Duration, Duration, Duration) = (
