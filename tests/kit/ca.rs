@@ -10,8 +10,8 @@ use std::{
 
 use anyhow::{Context, Result};
 use rcgen::{
-    CertificateParams, CertificateRevocationListParams, DnType, ExtendedKeyUsagePurpose, Issuer, KeyIdMethod,
-    KeyPair, RevokedCertParams, SanType,
+    BasicConstraints, CertificateParams, CertificateRevocationListParams, CertifiedIssuer, DnType,
+    ExtendedKeyUsagePurpose, IsCa, Issuer, KeyIdMethod, KeyPair, RevokedCertParams, SanType,
 };
 
 use crate::{process::output, wait};
@@ -59,7 +59,7 @@ impl Root {
         let make = || -> Result<()> {
             let pair = KeyPair::generate()?;
             let mut params = CertificateParams::default();
-            params.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
+            params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
             params
                 .distinguished_name
                 .push(DnType::CommonName, "a root of the tests");
@@ -184,6 +184,17 @@ impl Credentials {
             .unwrap_or_else(|| panic!("openssl says {text:?}"))
             .to_owned()
     }
+}
+
+/// An authority of this name, in memory.
+///
+/// # Panics
+/// When it cannot be made.
+pub fn authority(name: &str) -> CertifiedIssuer<'static, KeyPair> {
+    let mut params = CertificateParams::default();
+    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    params.distinguished_name.push(DnType::CommonName, name);
+    CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap()
 }
 
 /// Of hexadecimal digits.

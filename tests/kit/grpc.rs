@@ -8,7 +8,7 @@ use std::{
     time::Duration,
 };
 
-use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, DnType, IsCa, KeyPair};
+use rcgen::{CertificateParams, KeyPair};
 use tokio::runtime::Runtime;
 use tokio_stream::wrappers::TcpListenerStream;
 use tonic::{
@@ -19,7 +19,7 @@ use tonic::{
     transport::{Identity, Server as Transport, ServerTlsConfig},
 };
 
-use crate::netns::Namespace;
+use crate::{ca, netns::Namespace};
 
 /// The name that its certificate has.
 pub const NAME: &str = "istiod.istio-system.svc";
@@ -46,10 +46,7 @@ impl Credentials {
     /// # Panics
     /// When they cannot be written.
     pub fn create(directory: &Path, name: &str) -> Self {
-        let mut params = CertificateParams::default();
-        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        params.distinguished_name.push(DnType::CommonName, name);
-        let root = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
+        let root = ca::authority(name);
         let key = KeyPair::generate().unwrap();
         let leaf = CertificateParams::new([NAME.to_owned()])
             .unwrap()
@@ -91,13 +88,17 @@ impl Credentials {
     /// # Errors
     /// UNAUTHENTICATED, when it does not.
     pub fn check<T>(&self, request: &Request<T>) -> Result<(), Status> {
-        let token = fs::read_to_string(&self.accepted).unwrap_or_default();
         let shown = request.metadata().get("authorization");
-        let shown = shown.and_then(|value| value.to_str().ok()).unwrap_or_default();
-        match shown == format!("Bearer {token}") {
+        match self.is_shown(shown.and_then(|value| value.to_str().ok())) {
             true => Ok(()),
             false => Err(Status::unauthenticated("the token is not good")),
         }
+    }
+
+    /// Whether this header of authorization is that of the token which servers take now.
+    pub fn is_shown(&self, header: Option<&str>) -> bool {
+        let token = fs::read_to_string(&self.accepted).unwrap_or_default();
+        header == Some(&format!("Bearer {token}"))
     }
 }
 

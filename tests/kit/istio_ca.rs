@@ -7,13 +7,11 @@ use std::{
 };
 
 use prost_types::value::Kind;
-use rcgen::{
-    BasicConstraints, CertificateParams, CertificateSigningRequestParams, CertifiedIssuer, DnType, IsCa,
-    KeyPair, SanType,
-};
+use rcgen::{CertificateSigningRequestParams, CertifiedIssuer, KeyPair, SanType};
 use tonic::{Request, Response, Status};
 
 use crate::{
+    ca,
     grpc::{Credentials, Server},
     netns::Namespace,
     proto::auth::{
@@ -81,11 +79,8 @@ impl IstioCa {
 
     /// The same, at an address of `ns`.
     pub fn start_at(ns: &Namespace, ip: IpAddr, credentials: &Credentials, lifetime: Duration) -> Self {
-        let mut params = CertificateParams::default();
-        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        params.distinguished_name.push(DnType::CommonName, "mesh root");
         let state = State {
-            root: CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap(),
+            root: ca::authority("mesh root"),
             mood: Mood::Good,
             lifetime,
             asked: Vec::new(),

@@ -12,7 +12,8 @@
 //! - [`packet`]: packets made by hand
 //! - [`dns`]: the DNS proxy of a pod, as far as capture needs one; [`inner`]: a namespace behind a pod
 //! - [`ca`]: certificates for peers that are not ours; [`envoy`] and [`hbone_client`] are such peers
-//! - [`ads`] and [`istio_ca`]: control planes, by [`grpc`] and the messages of [`proto`]; [`workload_api`]: of SPIFFE, ours and one in Python
+//! - [`ads`] and [`istio_ca`]: control planes, by [`grpc`] and the messages of [`proto`]; [`workload_api`]: of SPIFFE, ours and one in Python;
+//!   [`api_server`]: Kubernetes' API
 //! - [`mesh`]: what most tests begin with, [`control_plane`]: those of control planes; [`suite`]: the harness
 //!
 //! Everything made here is removed when its value is dropped; what a killed process left is removed by the next one.
@@ -20,6 +21,7 @@
 
 pub mod ads;
 pub mod agent;
+pub mod api_server;
 pub mod app;
 pub mod bpf;
 pub mod ca;

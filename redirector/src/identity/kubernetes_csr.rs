@@ -2,8 +2,8 @@
 //! the cluster answers.
 //!
 //! The signer signs what is approved: by an approver of its own, or by us where that is wanted. What its certificates lead to, the
-//! API does not tell: the roots come from a file. A request's object is removed afterwards, whatever became of it, by
-//! [`leftovers`].
+//! API does not tell: the roots come from a file. A request's object is removed afterwards, whatever became of it, by the task
+//! in `leftovers`.
 
 use std::{path::PathBuf, sync::Arc, time::Duration};
 
