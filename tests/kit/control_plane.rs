@@ -143,8 +143,7 @@ impl Demo {
     /// # Panics
     /// When it does not say.
     pub fn workloads(&self) -> u64 {
-        let dump: Value = serde_json::from_str(&self.dump()).unwrap();
-        dump["workloads"].as_u64().unwrap()
+        self.dump()["workloads"].as_u64().unwrap()
     }
 
     /// Status and text of the readiness endpoint.
@@ -161,14 +160,22 @@ impl Demo {
     /// # Panics
     /// When there is nothing.
     pub fn certificate(&self, pod: &Pod) -> Value {
-        let dump: Value = serde_json::from_str(&self.dump()).unwrap();
+        let dump = self.dump();
         let all = dump["certificates"].as_array().unwrap();
         let one = all.iter().find(|one| one["identity"] == pod.identity());
         one.unwrap_or_else(|| panic!("{} is not in {all:?}", pod.name))
             .clone()
     }
 
-    fn dump(&self) -> String {
+    /// The config dump.
+    ///
+    /// # Panics
+    /// When there is none.
+    pub fn dump(&self) -> Value {
+        serde_json::from_str(&self.dumped()).unwrap()
+    }
+
+    fn dumped(&self) -> String {
         let admin = (std::net::Ipv4Addr::LOCALHOST, 15000).into();
         app::http_get(&self.node.host.ns, admin, "/config_dump")
             .unwrap()
@@ -180,7 +187,7 @@ impl Demo {
     /// # Panics
     /// Else.
     pub fn tells_no_secrets(&self) {
-        for text in [self.dump(), self.agent.log()] {
+        for text in [self.dumped(), self.agent.log()] {
             assert!(
                 !text.contains("plane-secret") && !text.contains("PRIVATE KEY"),
                 "{text}"
