@@ -4,6 +4,7 @@ use std::net::TcpListener;
 
 use redirector_tests::{
     ads::{ADDRESS, AUTHORIZATION, Ads, deny, workload},
+    agent::Options,
     app,
     control_plane::Ground,
     istio_ca::{IstioCa, Mood},
@@ -92,6 +93,37 @@ pub(crate) fn a_control_plane_that_vanishes_is_noticed_and_found_again() {
         "{again:?}"
     );
     demo.tells_no_secrets();
+}
+
+pub(crate) fn a_silent_control_plane_is_left_and_tried_again() {
+    let ground = Ground::new();
+    let ads = Ads::start(&ground.node.host.ns, &ground.credentials());
+    ads.edit(|edit| {
+        edit.workload(workload(&ground.client));
+        edit.workload(workload(&ground.server));
+    });
+    for url in [ADDRESS, AUTHORIZATION] {
+        ads.withhold(url);
+    }
+    let options = Options {
+        environment: ads.environment(),
+        unready: true,
+        ..Options::default()
+    };
+    let demo = ground.start_with(options, &Workloads::default());
+    let _who = demo.serve(Family::V4, app::who);
+    wait::within(NOTICED, "the silence to be told", || {
+        demo.agent.log().contains("no answer within 60s").then_some(())
+    });
+    let again = || (ads.connections() == 2).then_some(());
+    wait::within(NOTICED, "another try", again);
+    assert_eq!(demo.readiness().0, 500);
+    ads.release();
+    wait::until("the agent to be ready", || {
+        (demo.readiness().0 == 200).then_some(())
+    });
+    demo.meets(Family::V4);
+    assert_eq!(ads.connections(), 2);
 }
 
 pub(crate) fn a_silent_authority_holds_up_nobody_for_ever() {

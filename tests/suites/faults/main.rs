@@ -33,6 +33,10 @@ fn main() -> ExitCode {
             connections::a_control_plane_that_vanishes_is_noticed_and_found_again,
         ),
         case(
+            "a_silent_control_plane_is_left_and_tried_again",
+            connections::a_silent_control_plane_is_left_and_tried_again,
+        ),
+        case(
             "a_silent_authority_holds_up_nobody_for_ever",
             connections::a_silent_authority_holds_up_nobody_for_ever,
         ),
