@@ -210,19 +210,16 @@ fn echoes(mut stream: &TcpStream) {
     stream.read_exact(&mut [0; 4]).unwrap();
 }
 
-/// That the connection ends, and not by nobody having said anything.
-fn ends(mut stream: &TcpStream) {
-    let read = loop {
-        match stream.read(&mut [0]) {
-            Err(error) if error.kind() == ErrorKind::Interrupted => {}
-            read => break read,
-        }
-    };
-    match read {
-        Ok(0) => {}
-        Ok(_) => panic!("it goes on"),
-        Err(error) => assert_eq!(error.kind(), ErrorKind::ConnectionReset, "{error}"),
-    }
+/// That the connection is cut while it is in use. Kept in use, since an echo that is idle for long ends by itself.
+fn is_cut(mut stream: &TcpStream) {
+    let error = wait::until("the connection to be cut", || {
+        let sent = stream.write_all(b"ping");
+        sent.and_then(|()| stream.read_exact(&mut [0; 4])).err()
+    });
+    assert!(
+        !matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut),
+        "it is open still: {error}"
+    );
 }
 
 /// As a mount is changed: at once.

@@ -9,7 +9,7 @@ use redirector_tests::{
     wait,
 };
 
-use super::{World, echoes, ends, identity, open, open_from, put, replace};
+use super::{World, echoes, identity, is_cut, open, open_from, put, replace};
 
 /// Lists by rcgen and by openssl; all pods' certificates are of one root.
 pub(crate) fn who_is_revoked_is_refused_and_cut_off_and_comes_back() {
@@ -52,7 +52,7 @@ pub(crate) fn who_is_revoked_is_refused_and_cut_off_and_comes_back() {
     echoes(&cut);
     echoes(&stays);
     replace(&lists, &world.root.crl(&[&client.serial()]));
-    ends(&cut);
+    is_cut(&cut);
     echoes(&stays);
     assert!(world.ask().is_err());
     world.tells(&["tunnel closed", &identity(&world.client), &client.serial()]);
@@ -88,7 +88,7 @@ pub(crate) fn who_is_revoked_is_refused_and_cut_off_and_comes_back() {
     wait::until("openssl's list", || {
         (world.revocations() == (String::new(), vec![1])).then_some(())
     });
-    ends(&stays);
+    is_cut(&stays);
     assert!(world.ask().is_err());
     let refused = format!("{} is refused", identity(&world.server));
     world.tells(&[
