@@ -18,7 +18,6 @@ use super::{
     super::tests::{DEADLINE, server},
     *,
 };
-use crate::telemetry::Chain;
 
 /// Takes TLS connections, tells path and headers of each request, and answers with a namespace.
 async fn serve(
@@ -61,12 +60,17 @@ async fn serve(
     (port, requests, AbortOnDropHandle::new(task))
 }
 
+/// An error with its causes.
+fn told(error: impl Into<anyhow::Error>) -> String {
+    format!("{:#}", error.into())
+}
+
 async fn ask(kubernetes: &Kubernetes, name: &str) -> Result<(), String> {
     let client = kubernetes.client().await;
-    let client = client.map_err(|error| Chain(&error).to_string())?;
+    let client = client.map_err(told)?;
     let api: Api<Namespace> = Api::all(client);
     let answer = timeout(DEADLINE, api.get(name)).await.expect("an answer");
-    answer.map(|_| ()).map_err(|error| Chain(&error).to_string())
+    answer.map(|_| ()).map_err(told)
 }
 
 fn authorization(headers: &HeaderMap) -> &str {
@@ -226,7 +230,7 @@ fn a_kubeconfig_that_cannot_be_used_is_told_without_its_secrets() {
         let Err(error) = Target::read(&Cluster::Kubeconfig(file.clone())) else {
             panic!("taken: {text}");
         };
-        let error = Chain(&error).to_string();
+        let error = told(error);
         assert!(error.contains(problem), "{error:?} without {problem:?}");
         assert!(
             !error.contains("hidden") && error.contains("kubeconfig"),
@@ -235,7 +239,7 @@ fn a_kubeconfig_that_cannot_be_used_is_told_without_its_secrets() {
     }
     fs::remove_file(&file).unwrap();
     let error = Target::read(&Cluster::Kubeconfig(file)).err().unwrap();
-    assert!(Chain(&error).to_string().contains("kubeconfig: No such file"));
+    assert!(told(error).contains("kubeconfig: No such file"));
 }
 
 #[tokio::test]
