@@ -18,7 +18,7 @@ use crate::{
         pod::Home,
         spiffe::{Aliases, SpiffeId},
     },
-    proxy,
+    proxy::{self, PeerConfig},
     redirect::{iptables, probers::Sources},
     sys::socket::Keepalive,
     telemetry::logs,
@@ -90,6 +90,8 @@ pub struct Config {
     pub ipv6_enabled: bool,
     /// HBONE connections.
     pub pool: Pool,
+    /// Connections of a pod, on each of its listeners.
+    pub max_connections_per_pod: u32,
     /// HTTP/2.
     pub http2: Http2,
     /// TCP keepalive; absent when it is off.
@@ -294,6 +296,7 @@ impl Config {
         let state_dir = s.state_dir.unwrap_or_else(|| "/run/redirector".into());
         let cni_socket = s.cni_socket.unwrap_or_else(|| "/run/redirector/cni.sock".into());
         let proxy::Config {
+            max_connections,
             pool,
             http2,
             keepalive,
@@ -327,6 +330,7 @@ impl Config {
             crl_file: s.crl_file,
             network: s.network.unwrap_or_default(),
             ipv6_enabled: s.ipv6_enabled.unwrap_or(true),
+            max_connections_per_pod: s.max_connections_per_pod.unwrap_or(max_connections as u32),
             pool: Pool {
                 max_streams_per_connection: s
                     .pool_max_streams_per_connection
@@ -369,6 +373,8 @@ impl Config {
     fn check(&self) -> Result<(), Error> {
         /// RFC 9113, section 6.5.2.
         const FRAME_BYTES: std::ops::RangeInclusive<u32> = 16_384..=16_777_215;
+        /// Fewer leave nothing to share; more than files a process can have by default on any kernel (fs.nr_open) mean nothing.
+        const CONNECTIONS: std::ops::RangeInclusive<u32> = 16..=1 << 20;
         /// RFC 9113, section 6.9.1.
         const MAX_WINDOW_BYTES: u32 = (1 << 31) - 1;
         let Http2 {
@@ -379,6 +385,8 @@ impl Config {
         let keepalive = self.keepalive.as_ref();
         let whole_seconds = |span: Span| (1..=32_767).contains(&span.0.as_secs());
         let problems = [
+            (!CONNECTIONS.contains(&self.max_connections_per_pod))
+                .then_some("--max-connections-per-pod: must be from 16 to 1048576"),
             (self.pool.max_streams_per_connection == 0)
                 .then_some("POOL_MAX_STREAMS_PER_CONNECTION: must be at least 1"),
             (!FRAME_BYTES.contains(&frame_bytes))
@@ -426,6 +434,8 @@ impl Config {
             home: self.home(),
             ..proxy::Config::default()
         };
+        config.max_connections = self.max_connections_per_pod as usize;
+        config.peers = PeerConfig::of(config.max_connections);
         config.pool.max_streams_per_connection = self.pool.max_streams_per_connection.into();
         config.pool.unused_release = self.pool.unused_release.0;
         config.http2.stream_window_bytes = self.http2.stream_window_bytes;

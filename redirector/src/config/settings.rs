@@ -155,6 +155,9 @@ settings! {
         network: String, ["NETWORK"];
     "Listen on IPv6 as well [default: true]"
         ipv6_enabled: bool, ["IPV6_ENABLED"], switch "true";
+    "Connections that a pod may have open at a time on each of its listeners; what one peer may have of them follows \
+     (docs/limits.md) [default: 16384]"
+        max_connections_per_pod: u32, [];
     "Streams on one HBONE connection [default: 100]"
         pool_max_streams_per_connection: u16, ["POOL_MAX_STREAMS_PER_CONNECTION"];
     "Time after which an unused HBONE connection is closed [default: 5m]"

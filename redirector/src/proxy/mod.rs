@@ -120,6 +120,9 @@ pub struct Config {
     pub pool: PoolConfig,
 }
 
+/// Connections that a pod may have open on a listener, where nothing else is said.
+const MAX_CONNECTIONS: usize = 16_384;
+
 impl Default for Config {
     fn default() -> Self {
         Self {
@@ -129,8 +132,8 @@ impl Default for Config {
             handshake_deadline: Duration::from_secs(10),
             tail_deadline: Duration::from_secs(30),
             mesh_deadline: Duration::from_secs(5),
-            max_connections: 16_384,
-            peers: PeerConfig::default(),
+            max_connections: MAX_CONNECTIONS,
+            peers: PeerConfig::of(MAX_CONNECTIONS),
             loopback_application_tunnel: true,
             response_baggage: true,
             same_node_direct: false,

@@ -32,13 +32,17 @@ pub struct PeerConfig {
     pub max_streams_per_identity: usize,
 }
 
-impl Default for PeerConfig {
-    fn default() -> Self {
+impl PeerConfig {
+    /// Of a pod that may have so many connections: a quarter of them for handshakes, of these a quarter for one address; three
+    /// quarters for one peer. At least one of each.
+    pub fn of(max_connections: usize) -> Self {
+        let part = |quarters: usize, of: usize| (of / 4 * quarters).max(1);
+        let max_handshakes = part(1, max_connections);
         Self {
-            max_handshakes: 4096,
-            max_handshakes_per_address: 1024,
-            max_connections_per_address: 12_288,
-            max_streams_per_identity: 12_288,
+            max_handshakes,
+            max_handshakes_per_address: part(1, max_handshakes),
+            max_connections_per_address: part(3, max_connections),
+            max_streams_per_identity: part(3, max_connections),
         }
     }
 }
@@ -198,7 +202,7 @@ mod tests {
     #[test]
     fn the_defaults_leave_something_to_others() {
         let (peers, all) = (
-            PeerConfig::default(),
+            PeerConfig::of(16_384),
             super::super::Config::default().max_connections,
         );
         assert!(peers.max_handshakes_per_address < peers.max_handshakes);

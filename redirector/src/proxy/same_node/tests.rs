@@ -345,7 +345,7 @@ async fn refused_by_the_server_it_is_reset_and_both_sides_say_so() {
     let limited = Config {
         peers: PeerConfig {
             max_streams_per_identity: 0,
-            ..PeerConfig::default()
+            ..PeerConfig::of(16_384)
         },
         ..Config::default()
     };
