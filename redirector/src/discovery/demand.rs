@@ -1,12 +1,15 @@
 //! What is asked of a control plane by name, where the mesh is not fetched as a whole: the proxy asks, the xDS client carries the
 //! questions, and whoever asked waits for the answer.
 //!
-//! What was asked for once stays subscribed to, so that the control plane tells of its changes; of what there is nothing behind, only
-//! the youngest: a pod that calls many strange addresses must not fill the agent, nor the control plane.
+//! What the mesh lacks is asked for again, though it was asked for before: istiod tells unasked of what it has told by its own names, and
+//! never that an address has come to be somebody's (`pilot/pkg/xds/workload.go`: only resources whose own name is subscribed to). So an
+//! answer counts for a moment alone; without a connection the last one does, as the mesh does. What was asked for stays subscribed to; of
+//! names with nothing behind them only the youngest: a pod that calls many strange addresses must not fill the agent, nor the control plane.
 
 use std::{
     collections::{HashMap, HashSet, VecDeque},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
 };
 
 use tokio::{
@@ -18,6 +21,12 @@ use crate::mesh::wanted::{ResourceName, Unanswered};
 
 /// Names that a pod may wait for at a time; more wait for these.
 const PER_POD: usize = 64;
+
+/// Names that all its peers together may have it wait for.
+const PER_PEERS: usize = 16;
+
+/// For so long an answer counts for whoever asks next.
+const FRESH: Duration = Duration::from_secs(1);
 
 /// Names without an answer, of all pods.
 const MAX_ASKED: usize = 4_096;
@@ -40,6 +49,8 @@ struct Shared {
 struct Names {
     all: HashMap<ResourceName, State>,
     asked: usize,
+    /// There is somebody to ask.
+    is_connected: bool,
     /// In the order of their answers. One that has come to be stays in here; it is passed over.
     empty: VecDeque<ResourceName>,
     /// Not sent yet.
@@ -51,9 +62,25 @@ struct Names {
 enum State {
     /// Dropped with the answer.
     Asked(watch::Sender<()>),
-    /// There is something, or was: the control plane tells of its changes.
-    Known,
-    Empty,
+    Answered(Answer, Instant),
+}
+
+/// What a control plane has by a name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Answer {
+    /// Something, which the mesh has then.
+    Something,
+    Nothing,
+    /// Something that is not understood, and so not in the mesh.
+    Refused,
+}
+
+/// What a response says of names.
+#[derive(Debug, Default)]
+pub(super) struct Answers {
+    pub(super) present: HashSet<String>,
+    pub(super) absent: Vec<String>,
+    pub(super) refused: HashSet<String>,
 }
 
 /// What the control plane is to be told: first the names that are given up, then those that are asked for.
@@ -63,7 +90,7 @@ pub(super) struct Changes {
     pub(super) subscribe: Vec<String>,
 }
 
-/// One pod's way to ask.
+/// The way to ask for one pod, or for its peers.
 #[derive(Debug)]
 pub struct Asker {
     demand: Demand,
@@ -72,30 +99,32 @@ pub struct Asker {
 
 impl Asker {
     /// Returns when the control plane has said whether there is something of this name: what there is, the mesh has by then. At
-    /// once when it has said so before.
+    /// once when it has only just said so, or did before and cannot be asked now.
     ///
     /// # Errors
-    /// When there is no answer before `deadline`, or too much is asked already.
+    /// When there is no answer before `deadline`, too much is asked already, or what there is is not understood.
     pub async fn ask(&self, name: &ResourceName, deadline: Instant) -> Result<(), Unanswered> {
         let unanswered = |reason| Unanswered {
             name: name.clone(),
             reason,
         };
-        if self.demand.names().is_answered(name) {
-            return Ok(());
-        }
         let answered = async {
+            if let Some(answer) = self.demand.names().answer(name) {
+                return Ok(Some(answer));
+            }
             // Never closed.
             let _turn = self.turns.acquire().await;
-            let Some(mut answer) = self.demand.subscribe(name)? else {
-                return Ok(());
-            };
-            // An error is the answer: nobody sends anything else.
-            while answer.changed().await.is_ok() {}
-            Ok(())
+            match self.demand.subscribe(name)? {
+                Ok(answer) => return Ok(Some(answer)),
+                // An error is the answer: nobody sends anything else.
+                Err(mut answer) => while answer.changed().await.is_ok() {},
+            }
+            // Given up already where very many were answered meanwhile.
+            Ok(self.demand.names().answer(name))
         };
         match timeout_at(deadline, answered).await {
-            Ok(Ok(())) => Ok(()),
+            Ok(Ok(Some(Answer::Refused))) => Err(unanswered("what it has is not understood here")),
+            Ok(Ok(_)) => Ok(()),
             Ok(Err(TooMany)) => Err(unanswered("too many names are without an answer")),
             Err(_) => Err(unanswered("there was no answer in time")),
         }
@@ -108,9 +137,18 @@ struct TooMany;
 impl Demand {
     /// For one pod.
     pub fn asker(&self) -> Asker {
+        self.with_turns(PER_POD)
+    }
+
+    /// For its peers, who must not take the pod's own turns.
+    pub fn asker_of_peers(&self) -> Asker {
+        self.with_turns(PER_PEERS)
+    }
+
+    fn with_turns(&self, turns: usize) -> Asker {
         Asker {
             demand: self.clone(),
-            turns: Semaphore::new(PER_POD),
+            turns: Semaphore::new(turns),
         }
     }
 
@@ -119,13 +157,17 @@ impl Demand {
         self.0.names.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What ends with the answer; none when there is one.
-    fn subscribe(&self, name: &ResourceName) -> Result<Option<watch::Receiver<()>>, TooMany> {
+    /// The answer, or what ends with it.
+    fn subscribe(&self, name: &ResourceName) -> Result<Result<Answer, watch::Receiver<()>>, TooMany> {
         let mut names = self.names();
+        if let Some(answer) = names.answer(name) {
+            return Ok(Ok(answer));
+        }
         match names.all.get(name) {
-            Some(State::Asked(answer)) => return Ok(Some(answer.subscribe())),
-            Some(State::Known | State::Empty) => return Ok(None),
-            None if names.asked >= MAX_ASKED => return Err(TooMany),
+            Some(State::Asked(answer)) => return Ok(Err(answer.subscribe())),
+            _ if names.asked >= MAX_ASKED => return Err(TooMany),
+            // Nothing would be new in a subscription that is there already.
+            Some(State::Answered(..)) => names.unsubscribe.push(name.clone()),
             None => {}
         }
         let (sender, receiver) = watch::channel(());
@@ -133,15 +175,21 @@ impl Demand {
         names.asked += 1;
         names.subscribe.push(name.clone());
         self.0.changed.notify_one();
-        Ok(Some(receiver))
+        Ok(Err(receiver))
     }
 
     /// All names, for a new connection; they count as sent.
-    pub(super) fn all(&self) -> Vec<String> {
+    pub(super) fn connected(&self) -> Vec<String> {
         let mut names = self.names();
+        names.is_connected = true;
         names.subscribe.clear();
         names.unsubscribe.clear();
         names.all.keys().map(ResourceName::to_string).collect()
+    }
+
+    /// There is nobody to ask.
+    pub(super) fn disconnected(&self) {
+        self.names().is_connected = false;
     }
 
     /// Waits for something to tell. Only one may.
@@ -159,14 +207,24 @@ impl Demand {
         }
     }
 
-    /// Takes what a response says, once the mesh has it: the names that it has something for, and those that it has nothing for.
-    pub(super) fn answer(&self, present: &HashSet<String>, absent: &[String]) {
+    /// Takes what a response says, once the mesh has it.
+    pub(super) fn answer(&self, answers: &Answers) {
         let mut names = self.names();
-        for name in present {
-            names.settle(name, State::Known);
+        let Answers {
+            present,
+            absent,
+            refused,
+        } = answers;
+        for name in present.difference(refused) {
+            names.settle(name, Answer::Something);
         }
-        for name in absent.iter().filter(|name| !present.contains(*name)) {
-            names.settle(name, State::Empty);
+        // Of several things with one name, the one that is not understood may be what is called.
+        for name in refused {
+            names.settle(name, Answer::Refused);
+        }
+        let is_there = |name: &&String| present.contains(*name) || refused.contains(*name);
+        for name in absent.iter().filter(|name| !is_there(name)) {
+            names.settle(name, Answer::Nothing);
         }
         if !names.unsubscribe.is_empty() {
             self.0.changed.notify_one();
@@ -175,12 +233,16 @@ impl Demand {
 }
 
 impl Names {
-    fn is_answered(&self, name: &ResourceName) -> bool {
-        matches!(self.all.get(name), Some(State::Known | State::Empty))
+    /// The answer, if it counts still.
+    fn answer(&self, name: &ResourceName) -> Option<Answer> {
+        match self.all.get(name) {
+            Some(State::Answered(answer, at)) if !self.is_connected || at.elapsed() < FRESH => Some(*answer),
+            _ => None,
+        }
     }
 
     /// What nobody has asked for by this name is nobody's here.
-    fn settle(&mut self, name: &str, state: State) {
+    fn settle(&mut self, name: &str, answer: Answer) {
         let Some((key, before)) = self.all.get_key_value(name) else {
             return;
         };
@@ -188,15 +250,16 @@ impl Names {
         if let State::Asked(_) = before {
             self.asked -= 1;
         }
-        let is_newly_empty = matches!(state, State::Empty) && !matches!(before, State::Empty);
-        self.all.insert(key.clone(), state);
-        if !is_newly_empty {
+        let was_empty = matches!(before, State::Answered(Answer::Nothing, _));
+        self.all
+            .insert(key.clone(), State::Answered(answer, Instant::now()));
+        if answer != Answer::Nothing || was_empty {
             return;
         }
         self.empty.push_back(key);
         while self.empty.len() > MAX_EMPTY {
             if let Some(oldest) = self.empty.pop_front()
-                && let Some(State::Empty) = self.all.get(&oldest)
+                && let Some(State::Answered(Answer::Nothing, _)) = self.all.get(&oldest)
             {
                 self.all.remove(&oldest);
                 self.unsubscribe.push(oldest);

@@ -160,8 +160,7 @@ impl Client {
             let ready = service.ready().await;
             ready.map_err(|error| End::Connect(Status::from_error(error.into())))?;
             let (requests, outgoing) = mpsc::channel(REQUESTS);
-            let demanded = self.demand.as_ref().map(Demand::all).unwrap_or_default();
-            for request in session.first_requests(&demanded) {
+            for request in session.first_requests() {
                 // There is room for these.
                 let _ = requests.send(request).await;
             }
@@ -180,6 +179,14 @@ impl Client {
         };
         tracing::info!(address = %self.channel.address(), "connected to the control plane");
         let first_answer = Instant::now() + FIRST_ANSWER;
+        let _here = self.demand.as_ref().map(Here);
+        if let Some(demand) = &self.demand {
+            for request in session.names(demand.connected()) {
+                if let Err(end) = send(&requests, request).await {
+                    return end;
+                }
+            }
+        }
         loop {
             let response = tokio::select! {
                 response = responses.message() => response,
@@ -213,7 +220,7 @@ impl Client {
                 return stopped.into();
             }
             if let Some(demand) = &self.demand {
-                demand.answer(&outcome.present, &outcome.absent);
+                demand.answer(&outcome.answers);
             }
             let awaited = session.awaited();
             let is_news = self.awaited.send_if_modified(|before| {
@@ -228,6 +235,15 @@ impl Client {
                 return end;
             }
         }
+    }
+}
+
+/// There is somebody to ask, until it is dropped.
+struct Here<'a>(&'a Demand);
+
+impl Drop for Here<'_> {
+    fn drop(&mut self) {
+        self.0.disconnected();
     }
 }
 

@@ -10,7 +10,8 @@ use std::{
 use super::{
     index::{Mesh, Update},
     pod::Local,
-    route::{NoRoute, Refusal, Route},
+    route::{HboneRoute, NoRoute, PlainRoute, Refusal, Route},
+    service::Service,
     workload::{GatewayAddress, GatewayDestination, canonical},
 };
 
@@ -102,7 +103,17 @@ pub fn outbound(
         Ok(Route::Plain(route)) if route.workload.is_none() && route.service.is_none() => {
             at(network, destination.ip())
         }
-        Ok(_) => None,
+        Ok(Route::Plain(PlainRoute { service, .. }) | Route::Hbone(HboneRoute { service, .. })) => {
+            // One that has a range in which the address is comes after one that has the address itself.
+            let has = |service: &Arc<Service>| {
+                let mut vips = service.vips.iter();
+                vips.any(|vip| vip.address == canonical(destination.ip()))
+            };
+            match service {
+                Some(service) if !has(service) => at(network, destination.ip()),
+                _ => None,
+            }
+        }
         Err(error) => match error.root() {
             NoRoute::UnknownSource { .. } => Some(ResourceName::address(network, client)),
             NoRoute::UnknownGateway(gateway) => Some(ResourceName::gateway(gateway)),
@@ -154,13 +165,12 @@ pub fn at(network: &str, address: IpAddr) -> Option<ResourceName> {
     may_be_known(address).then(|| ResourceName::address(network, address))
 }
 
-/// Whether an address can be that of somebody in the mesh: these mean another one to everybody.
+/// Whether an address can be that of somebody in the mesh: these are everybody's own, or nobody's. A link's may be in it, by a
+/// ServiceEntry for the cloud's metadata for example.
 fn may_be_known(address: IpAddr) -> bool {
-    let is_local = match canonical(address) {
-        IpAddr::V4(ip) => ip.is_link_local() || ip.is_broadcast(),
-        IpAddr::V6(ip) => ip.is_unicast_link_local(),
-    };
-    !(address.is_loopback() || address.is_unspecified() || address.is_multicast() || is_local)
+    let address = canonical(address);
+    let is_broadcast = matches!(address, IpAddr::V4(ip) if ip.is_broadcast());
+    !(address.is_loopback() || address.is_unspecified() || address.is_multicast() || is_broadcast)
 }
 
 fn knows(mesh: &Mesh, gateway: &GatewayAddress) -> bool {

@@ -287,7 +287,9 @@ pub(super) async fn application<T>(
         Ok(_) => Vec::new(),
         Err(refusal) => wanted::inbound(mesh, pod.local(), tunnel.local.ip(), refusal),
     };
-    let decided = pod.settled(decide, Refusal::is_transient, wanted).await;
+    let decided = pod
+        .settled(pod.asker_of_peers.as_ref(), decide, Refusal::is_transient, wanted)
+        .await;
     let upstream = decided.map_err(|source| {
         // The statuses of a refusal are constants; one that is none is our own fault.
         let status = StatusCode::from_u16(source.status()).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
@@ -301,7 +303,14 @@ pub(super) async fn application<T>(
         destination,
     };
     let admit = |_: &Mesh| pod.connections.admit(flow.clone());
-    let admitted = pod.settled(admit, Denied::is_transient, |_, _| Vec::new()).await;
+    let admitted = pod
+        .settled(
+            pod.asker_of_peers.as_ref(),
+            admit,
+            Denied::is_transient,
+            |_, _| Vec::new(),
+        )
+        .await;
     let admitted = admitted.map_err(Error::Denied)?;
     let on_loopback = upstream.proxied.is_some() && pod.shared.config.loopback_application_tunnel;
     let dialled = async {

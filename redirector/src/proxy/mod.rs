@@ -217,6 +217,8 @@ struct Pod {
     connections: Arc<Connections>,
     baggage: OwnBaggage,
     asker: Option<Asker>,
+    /// For what its peers have it ask.
+    asker_of_peers: Option<Asker>,
     /// Bounds the connections that are tunnelled to the application.
     tunnelled: Arc<tokio::sync::Semaphore>,
     /// Bounds what each peer has of the pod.
@@ -353,6 +355,7 @@ impl Pod {
             dial_ports: DialPorts::default(),
             baggage: OwnBaggage::default(),
             asker: shared.demand.as_ref().map(Demand::asker),
+            asker_of_peers: shared.demand.as_ref().map(Demand::asker_of_peers),
             tunnelled: Arc::new(tokio::sync::Semaphore::new(shared.config.max_connections)),
             tasks: TaskTracker::new(),
             tunnels,

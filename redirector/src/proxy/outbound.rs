@@ -174,7 +174,8 @@ async fn decided(
         let name = wanted::outbound(pod.local(), peer.ip(), destination, decided);
         name.into_iter().collect()
     };
-    pod.settled(decide, NoRoute::is_transient, wanted).await
+    pod.settled(pod.asker.as_ref(), decide, NoRoute::is_transient, wanted)
+        .await
 }
 
 async fn plain(pod: &Pod, route: PlainRoute, record: &mut Record) -> Result<Way, Error> {

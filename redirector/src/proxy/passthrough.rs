@@ -93,7 +93,9 @@ async fn open(
         }
         _ => Vec::new(),
     };
-    let admitted = pod.settled(admit, Denied::is_transient, own).await?;
+    let admitted = pod
+        .settled(pod.asker_of_peers.as_ref(), admit, Denied::is_transient, own)
+        .await?;
     let dialled = tokio::select! {
         biased;
         () = pod.plaintext.refused(), if on_wire => return Err(plaintext::Refused.into()),

@@ -6,9 +6,12 @@ use std::sync::Arc;
 use tokio::time::{Instant, timeout_at};
 
 use super::Pod;
-use crate::mesh::{
-    index::Mesh,
-    wanted::{self, ResourceName, Unanswered},
+use crate::{
+    discovery::demand::Asker,
+    mesh::{
+        index::Mesh,
+        wanted::{self, ResourceName, Unanswered},
+    },
 };
 
 impl Pod {
@@ -17,6 +20,7 @@ impl Pod {
     /// mesh is not fetched as a whole, what is `wanted` for the answer is asked for first.
     pub(super) async fn settled<T, E: From<Unanswered>>(
         &self,
+        asker: Option<&Asker>,
         mut decide: impl FnMut(&Mesh) -> Result<T, E>,
         transient: impl Fn(&E) -> bool,
         wanted: impl Fn(&Mesh, &Result<T, E>) -> Vec<ResourceName>,
@@ -28,7 +32,7 @@ impl Pod {
         loop {
             let now = mesh.borrow_and_update().clone();
             let decided = decide(&now);
-            if let Some(asker) = &self.asker
+            if let Some(asker) = asker
                 && let Some(name) = wanted(&now, &decided)
                     .into_iter()
                     .find(|name| !asked.contains(name))

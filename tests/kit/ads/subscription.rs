@@ -62,13 +62,14 @@ impl Subscription {
                 .iter()
                 .map(|(name, (_, any))| (*name, facets(name, any)))
                 .collect();
-            // With a service, its endpoints, which are then wanted themselves.
+            // As istiod does: an address counts in a request alone, and what was told for it is wanted by its own name from then on. With
+            // a service, its endpoints.
             let mut before = None;
             while before != Some(self.names.len()) {
                 before = Some(self.names.len());
                 for (name, facets) in &facets {
-                    let mut names = facets.names.iter().chain(&facets.services);
-                    if names.any(|name| self.names.contains(name)) {
+                    let is_asked = facets.names.iter().any(|name| unanswered.contains(name));
+                    if is_asked || facets.services.iter().any(|name| self.names.contains(name)) {
                         self.names.insert((*name).clone());
                     }
                 }

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 use super::{
     super::{
-        demand::Changes,
+        demand::{Answers, Changes},
         proto::{
             self, ADDRESS, AUTHORIZATION,
             messages::{DeltaDiscoveryRequest, DeltaDiscoveryResponse, Status},
@@ -33,6 +33,9 @@ const FEW: usize = 256;
 /// otherwise, and istiod does not tell them (ISTIO_GPRC_MAXRECVMSGSIZE): a longer one would be refused for ever.
 const MAX_VERSIONS: usize = 3 << 20;
 
+/// Longest list of names, in bytes, that a request has, for the same reason.
+const MAX_NAMES: usize = 1 << 20;
+
 /// What outlives a connection.
 #[derive(Debug)]
 pub(super) struct Session {
@@ -58,10 +61,8 @@ pub(super) struct Outcome {
     pub(super) answer: DeltaDiscoveryRequest,
     /// What it changes.
     pub(super) updates: Vec<Update>,
-    /// By which names something is here now, of those that are asked for by name.
-    pub(super) present: HashSet<String>,
-    /// And by which nothing is.
-    pub(super) absent: Vec<String>,
+    /// What it says of names, where these are asked for.
+    pub(super) answers: Answers,
 }
 
 /// What is made of a response.
@@ -73,8 +74,12 @@ struct Taken {
     /// Of what counts though not all of it was understood: name.
     partly: Vec<String>,
     removed: Vec<String>,
+    /// Of what does not count at all: name and aliases.
+    refused: Vec<String>,
     /// `name: reason`
     problems: Vec<String>,
+    /// Nothing was decoded, and that is our own fault.
+    has_failed: bool,
 }
 
 impl Session {
@@ -90,12 +95,9 @@ impl Session {
         }
     }
 
-    /// With what a connection begins: without names, everything is asked for; what is here needs not be sent again. `demanded` are the
-    /// names that count where names do.
-    pub(super) fn first_requests(
-        &mut self,
-        demanded: &[String],
-    ) -> impl Iterator<Item = DeltaDiscoveryRequest> {
+    /// With what a connection begins: without names, everything is asked for; what is here needs not be sent again. Where names count,
+    /// there are none yet.
+    pub(super) fn first_requests(&mut self) -> impl Iterator<Item = DeltaDiscoveryRequest> {
         let too_long = self.versions.iter().filter(|(_, versions)| {
             let bytes: usize = versions
                 .iter()
@@ -116,13 +118,23 @@ impl Session {
             }
             if this.is_by_name(url) {
                 // No names at all would be all of them. So says ztunnel that it wants none yet.
-                request.resource_names_unsubscribe = vec![WILDCARD.to_owned()];
-                let here = request.initial_resource_versions.keys();
-                let names: BTreeSet<_> = here.chain(demanded).cloned().collect();
                 request.resource_names_subscribe = vec![WILDCARD.to_owned()];
-                request.resource_names_subscribe.extend(names);
+                request.resource_names_unsubscribe = vec![WILDCARD.to_owned()];
             }
             request
+        })
+    }
+
+    /// What follows where names count: those that are `demanded`, and those of what is here, by whatever name that was asked for. In
+    /// requests of a bounded size.
+    pub(super) fn names(&self, demanded: Vec<String>) -> impl Iterator<Item = DeltaDiscoveryRequest> + use<> {
+        let mut names: BTreeSet<_> = demanded.into_iter().collect();
+        if self.on_demand {
+            names.extend(self.versions[ADDRESS].keys().cloned());
+        }
+        Self::name_changes(Changes {
+            unsubscribe: Vec::new(),
+            subscribe: names.into_iter().collect(),
         })
     }
 
@@ -133,15 +145,23 @@ impl Session {
             unsubscribe,
             subscribe,
         } = changes;
-        let request = |subscribe: Vec<String>, unsubscribe: Vec<String>| DeltaDiscoveryRequest {
+        let request = || DeltaDiscoveryRequest {
             type_url: ADDRESS.to_owned(),
-            resource_names_subscribe: subscribe,
-            resource_names_unsubscribe: unsubscribe,
             ..DeltaDiscoveryRequest::default()
         };
-        let gone = (!unsubscribe.is_empty()).then(|| request(Vec::new(), unsubscribe));
-        let new = (!subscribe.is_empty()).then(|| request(subscribe, Vec::new()));
-        gone.into_iter().chain(new)
+        let gone = parts(unsubscribe)
+            .into_iter()
+            .map(move |names| DeltaDiscoveryRequest {
+                resource_names_unsubscribe: names,
+                ..request()
+            });
+        let new = parts(subscribe)
+            .into_iter()
+            .map(move |names| DeltaDiscoveryRequest {
+                resource_names_subscribe: names,
+                ..request()
+            });
+        gone.chain(new)
     }
 
     fn is_by_name(&self, url: &str) -> bool {
@@ -160,19 +180,16 @@ impl Session {
             return Outcome {
                 answer,
                 updates: Vec::new(),
-                present: HashSet::new(),
-                absent: Vec::new(),
+                answers: Answers::default(),
             };
         };
-        let absent = match self.is_by_name(url) {
-            true => response.removed_resources.clone(),
-            false => Vec::new(),
-        };
-        let mut present = match self.is_by_name(url) {
-            true => named(&response),
-            false => HashSet::new(),
-        };
-        if self.untold.remove(url) {
+        let mut answers = Answers::default();
+        if self.is_by_name(url) {
+            answers.present = named(&response);
+            answers.absent = response.removed_resources.clone();
+        }
+        // By name, each name has an answer of its own.
+        if self.untold.remove(url) && !self.is_by_name(url) {
             response.removed_resources.extend(self.missing(url, &response));
         }
         let taken = if response.resources.len() <= FEW {
@@ -190,11 +207,12 @@ impl Session {
                 }
                 Err(error) => Taken {
                     problems: vec![format!("internal fault: {error}")],
+                    has_failed: true,
                     ..Taken::default()
                 },
             }
         };
-        self.has_policies |= url == AUTHORIZATION;
+        self.has_policies |= url == AUTHORIZATION && !taken.has_failed;
         let versions = self.versions.entry(url).or_default();
         versions.extend(taken.good);
         for name in taken.partly {
@@ -214,13 +232,18 @@ impl Session {
             });
         }
         if self.is_by_name(url) {
-            present.extend(taken.updates.iter().flat_map(wanted::names_of));
+            answers.refused = match taken.has_failed {
+                true => std::mem::take(&mut answers.present),
+                false => taken.refused.into_iter().collect(),
+            };
+            answers
+                .present
+                .extend(taken.updates.iter().flat_map(wanted::names_of));
         }
         Outcome {
             answer,
             updates: taken.updates,
-            present,
-            absent,
+            answers,
         }
     }
 
@@ -251,7 +274,24 @@ impl Session {
     }
 }
 
-/// By which names a response has something, whether that is understood or not: a question for it is answered.
+/// Names in parts of a size that a request may have.
+fn parts(names: Vec<String>) -> Vec<Vec<String>> {
+    let mut parts: Vec<Vec<String>> = Vec::new();
+    let mut bytes = MAX_NAMES;
+    for name in names {
+        bytes += entry_bytes(&name, "");
+        match parts.last_mut() {
+            Some(part) if bytes <= MAX_NAMES => part.push(name),
+            _ => {
+                bytes = entry_bytes(&name, "");
+                parts.push(vec![name]);
+            }
+        }
+    }
+    parts
+}
+
+/// By which names a response has something, whether that is understood or not.
 fn named(response: &DeltaDiscoveryResponse) -> HashSet<String> {
     let resources = response.resources.iter();
     resources
@@ -279,6 +319,9 @@ fn decode(url: &'static str, response: DeltaDiscoveryResponse, strings: &mut Str
             if update.is_some() {
                 // The control plane must know of it, or it would not tell that it is gone.
                 taken.partly.push(resource.name);
+            } else {
+                taken.refused.push(resource.name);
+                taken.refused.extend(resource.aliases);
             }
         } else {
             taken.good.push((resource.name, resource.version));

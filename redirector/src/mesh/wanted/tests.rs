@@ -2,6 +2,7 @@ use super::*;
 use crate::mesh::{
     pod::Home,
     route,
+    service::{CidrVip, Service},
     testing::{host, info, ip, service, workload},
     workload::NetworkAddress,
 };
@@ -16,6 +17,13 @@ fn wanted_for(mesh: &Mesh, destination: &str) -> Option<String> {
     let (client, destination) = (ip("10.0.0.1"), destination.parse().unwrap());
     let decided = route::outbound(mesh, local, client, destination, &mut |_| 0);
     outbound(local, client, destination, &decided).map(|name| name.to_string())
+}
+
+fn with_range(mut service: Service) -> Service {
+    service
+        .cidr_vips
+        .push(CidrVip::of("".into(), ip("10.97.0.0"), 16).unwrap());
+    service
 }
 
 fn waypoint(destination: GatewayDestination) -> Option<Box<GatewayAddress>> {
@@ -47,8 +55,27 @@ fn what_an_outbound_decision_lacks_has_the_names_of_istio() {
         (alone.clone(), "[fd00::2]:80", Some("/fd00::2")),
         // Nobody's in any mesh.
         (alone.clone(), "127.0.0.1:80", None),
-        (alone.clone(), "169.254.169.254:80", None),
-        (alone, "[fe80::1]:80", None),
+        (alone.clone(), "224.0.0.1:80", None),
+        (alone.clone(), "255.255.255.255:80", None),
+        // It may be a service's, though it is a link's.
+        (alone, "169.254.169.254:80", Some("/169.254.169.254")),
+        // Within a service's range: another may have just this address.
+        (
+            Mesh::new(
+                vec![web(), cart(None)],
+                vec![with_range(service("cart", "10.1.0.1"))],
+            ),
+            "10.97.0.5:80",
+            Some("/10.97.0.5"),
+        ),
+        (
+            Mesh::new(
+                vec![web(), cart(None)],
+                vec![with_range(service("cart", "10.1.0.1"))],
+            ),
+            "10.1.0.1:80",
+            None,
+        ),
         // All is there.
         (Mesh::new(vec![web(), cart(None)], vec![]), "10.0.0.2:80", None),
         (

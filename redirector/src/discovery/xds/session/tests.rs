@@ -35,7 +35,7 @@ fn response(url: &str, nonce: &str, resources: Vec<Resource>, removed: &[&str]) 
 
 fn known(session: &mut Session, url: &str) -> Vec<(String, String)> {
     let first = session
-        .first_requests(&[])
+        .first_requests()
         .find(|request| request.type_url == url)
         .unwrap();
     first.initial_resource_versions.into_iter().collect()
@@ -43,7 +43,7 @@ fn known(session: &mut Session, url: &str) -> Vec<(String, String)> {
 
 #[test]
 fn everything_is_asked_for_by_the_first_requests() {
-    let requests: Vec<_> = session().first_requests(&[]).collect();
+    let requests: Vec<_> = session().first_requests().collect();
     let urls: Vec<_> = requests.iter().map(|request| &*request.type_url).collect();
     assert_eq!(urls.len(), 2);
     assert!(urls.contains(&ADDRESS) && urls.contains(&AUTHORIZATION));
@@ -199,7 +199,7 @@ async fn of_more_than_can_be_told_the_first_response_is_everything() {
     session
         .take(response(ADDRESS, "n", resources(0..count), &[]))
         .await;
-    for request in session.first_requests(&[]) {
+    for request in session.first_requests() {
         assert!(request.encoded_len() < 4 << 20);
         assert!(request.initial_resource_versions.is_empty());
     }
@@ -241,39 +241,65 @@ async fn as_much_as_can_be_told_is_told() {
 #[tokio::test]
 async fn on_demand_only_names_are_asked_for_and_policies_are_the_first_state() {
     let mut session = Session::new(&Identity::default(), true);
-    let demanded = ["/10.0.0.1".to_owned()];
-    let first = |session: &mut Session, demanded: &[String]| {
-        let mut of = |url| session.first_requests(demanded).find(|one| one.type_url == url);
-        (of(ADDRESS).unwrap(), of(AUTHORIZATION).unwrap())
+    let first = |session: &mut Session| {
+        let mut of = |url| session.first_requests().find(|one| one.type_url == url).unwrap();
+        (of(ADDRESS), of(AUTHORIZATION))
     };
-    let (addresses, policies) = first(&mut session, &demanded);
-    assert_eq!(addresses.resource_names_subscribe, ["*", "/10.0.0.1"]);
+    let (addresses, policies) = first(&mut session);
+    assert_eq!(addresses.resource_names_subscribe, ["*"]);
     assert_eq!(addresses.resource_names_unsubscribe, ["*"]);
     assert!(policies.resource_names_subscribe.is_empty() && policies.resource_names_unsubscribe.is_empty());
+    assert_eq!(session.names(Vec::new()).count(), 0);
 
     session.take(response(AUTHORIZATION, "n1", vec![], &[])).await;
     assert!(session.awaited().is_empty());
-    let mut alias = resource(ADDRESS, "w", "1", &[0xff]);
-    alias.aliases = vec!["/10.0.0.1".into()];
-    let resources = vec![alias, resource(ADDRESS, "s", "2", SERVICE)];
+    let mut bad = resource(ADDRESS, "w", "1", &[0xff]);
+    bad.aliases = vec!["/10.0.0.1".into()];
+    let resources = vec![bad, resource(ADDRESS, "s", "2", SERVICE)];
     let outcome = session
         .take(response(ADDRESS, "n2", resources, &["/10.0.0.9"]))
         .await;
-    // What is not understood is there all the same.
     assert!(outcome.answer.error_detail.is_some());
-    assert_eq!(outcome.absent, ["/10.0.0.9"]);
-    for name in ["w", "/10.0.0.1", "s"] {
-        assert!(outcome.present.contains(name), "{name}: {:?}", outcome.present);
-    }
+    let Answers {
+        present,
+        absent,
+        refused,
+    } = outcome.answers;
+    assert_eq!(absent, ["/10.0.0.9"]);
+    // What is not understood is not nothing.
+    assert_eq!(refused, ["w", "/10.0.0.1"].map(str::to_owned).into());
     let Update::Service(service) = &outcome.updates[0] else {
         panic!("no service");
     };
-    assert!(outcome.present.contains(&service.host.to_string()));
+    for name in ["s", &service.host.to_string()] {
+        assert!(present.contains(name), "{name}: {present:?}");
+    }
 
     // At the next connection, what came by another name than it was asked for is asked for as well.
-    let (addresses, _) = first(&mut session, &demanded);
-    assert_eq!(addresses.resource_names_subscribe, ["*", "/10.0.0.1", "s"]);
+    let (addresses, _) = first(&mut session);
     assert_eq!(addresses.initial_resource_versions["s"], "2");
+    let names: Vec<_> = session.names(vec!["/10.0.0.1".to_owned()]).collect();
+    assert_eq!(names.len(), 1);
+    assert_eq!(names[0].resource_names_subscribe, ["/10.0.0.1", "s"]);
+}
+
+#[test]
+fn many_names_are_asked_for_in_requests_that_every_server_takes() {
+    let session = Session::new(&Identity::default(), true);
+    let all: Vec<_> = (0..100_000)
+        .map(|number| format!("Kubernetes//Pod/some-namespace/some-deployment-{number:08}"))
+        .collect();
+    let requests: Vec<_> = session.names(all.clone()).collect();
+    assert!(
+        requests
+            .iter()
+            .all(|request| request.encoded_len() < 5 * MAX_NAMES / 4)
+    );
+    let asked: Vec<_> = requests
+        .into_iter()
+        .flat_map(|request| request.resource_names_subscribe)
+        .collect();
+    assert_eq!(asked, all);
 }
 
 #[test]
