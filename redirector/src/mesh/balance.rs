@@ -201,6 +201,8 @@ pub(super) fn place(
         .iter()
         .copied()
         .map(canonical)
+        // A name that leads to whoever asks leads nowhere.
+        .filter(|address| !(address.is_loopback() || address.is_unspecified() || address.is_multicast()))
         .filter(|address| allows(families, *address))
         .collect();
     if usable.iter().any(|address| address.is_ipv4() == wanted.is_ipv4()) {

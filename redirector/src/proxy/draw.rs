@@ -2,6 +2,8 @@
 
 use std::{net::IpAddr, sync::Arc};
 
+use tokio::time::Instant;
+
 use super::names::{self, Names};
 use crate::mesh::route::{Chance, NoRoute};
 
@@ -9,6 +11,8 @@ use crate::mesh::route::{Chance, NoRoute};
 #[derive(Default)]
 pub(super) struct Draw {
     names: Vec<(Arc<str>, names::Answer)>,
+    /// For all of them.
+    deadline: Option<Instant>,
 }
 
 impl Chance for Draw {
@@ -34,7 +38,10 @@ impl Draw {
 
     /// Asks for a name.
     pub(super) async fn resolve(&mut self, hostname: Arc<str>, names: &Names) {
-        let answer = names.resolve(&hostname).await;
+        let deadline = *self
+            .deadline
+            .get_or_insert_with(|| Instant::now() + names::DEADLINE);
+        let answer = names.resolve(&hostname, deadline).await;
         self.names.push((hostname, answer));
     }
 

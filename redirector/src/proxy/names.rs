@@ -11,17 +11,17 @@ use std::{
 
 use tokio::{
     sync::{Semaphore, watch},
-    time::{Instant, timeout},
+    time::{Instant, timeout_at},
 };
 
 /// For so long an answer counts, a failure too.
 const FRESH: Duration = Duration::from_secs(5);
 
-/// Time that an answer may take; who waits longer has its connection refused. resolv.conf(5) has 5 s for each server.
-const DEADLINE: Duration = Duration::from_secs(10);
+/// Time that a connection waits for all the names that it needs; who waits longer is refused. resolv.conf(5) has 5 s for each server.
+pub(super) const DEADLINE: Duration = Duration::from_secs(10);
 
-/// Names that are asked for at once: each is a thread that blocks.
-const AT_ONCE: usize = 16;
+/// Names that are asked for at once: each is a thread that blocks. Many, since a resolver that is slow for one name holds up others.
+const AT_ONCE: usize = 64;
 
 /// More names than these are looked through for stale ones.
 const MANY: usize = 1_024;
@@ -36,11 +36,11 @@ pub struct Names {
 
 #[derive(Debug)]
 struct Entry {
-    asked: Instant,
     answer: watch::Receiver<Option<Found>>,
 }
 
-type Found = Result<Arc<[IpAddr]>, Arc<io::Error>>;
+/// What was found, and when.
+type Found = (Result<Arc<[IpAddr]>, Arc<io::Error>>, Instant);
 
 /// What came of a name: addresses, at least one.
 pub(super) type Answer = Result<Arc<[IpAddr]>, Error>;
@@ -54,7 +54,9 @@ pub(super) enum Error {
         #[source]
         source: Arc<io::Error>,
     },
-    #[error("host name {hostname:?} was not resolved within {DEADLINE:?}")]
+    #[error(
+        "host name {hostname:?} was not resolved within {DEADLINE:?}, which a connection has for all names"
+    )]
     TimedOut { hostname: Arc<str> },
 }
 
@@ -76,18 +78,18 @@ impl Names {
         }
     }
 
-    /// The addresses of a name.
-    pub(super) async fn resolve(&self, hostname: &Arc<str>) -> Answer {
+    /// The addresses of a name, before `deadline`.
+    pub(super) async fn resolve(&self, hostname: &Arc<str>, deadline: Instant) -> Answer {
         let mut answer = self.answer(hostname);
-        let answered = timeout(DEADLINE, answer.wait_for(Option::is_some)).await;
+        let answered = timeout_at(deadline, answer.wait_for(Option::is_some)).await;
         match answered {
             // An error is a question that nobody asks any more: it could not even begin.
             Err(_) | Ok(Err(_)) => Err(Error::TimedOut {
                 hostname: hostname.clone(),
             }),
             Ok(Ok(answer)) => match &*answer {
-                Some(Ok(addresses)) => Ok(addresses.clone()),
-                Some(Err(source)) => Err(Error::Failed {
+                Some((Ok(addresses), _)) => Ok(addresses.clone()),
+                Some((Err(source), _)) => Err(Error::Failed {
                     hostname: hostname.clone(),
                     source: source.clone(),
                 }),
@@ -111,7 +113,6 @@ impl Names {
         }
         let (sender, answer) = watch::channel(None);
         let entry = Entry {
-            asked: Instant::now(),
             answer: answer.clone(),
         };
         known.insert(hostname.clone(), entry);
@@ -129,7 +130,8 @@ impl Names {
             });
             let found = asked.await.unwrap_or_else(|error| Err(io::Error::other(error)));
             // All that asked may have gone.
-            let _ = sender.send(Some(found.map(Into::into).map_err(Arc::new)));
+            let found = found.map(Into::into).map_err(Arc::new);
+            let _ = sender.send(Some((found, Instant::now())));
         });
         answer
     }
@@ -138,8 +140,10 @@ impl Names {
 impl Entry {
     /// A question that is still open counts, however long it takes: a second one would not be faster.
     fn counts(&self) -> bool {
-        let is_open = self.answer.borrow().is_none() && self.answer.has_changed().is_ok();
-        is_open || self.asked.elapsed() < FRESH
+        match &*self.answer.borrow() {
+            Some((_, at)) => at.elapsed() < FRESH,
+            None => self.answer.has_changed().is_ok(),
+        }
     }
 }
 
@@ -149,14 +153,18 @@ mod tests {
 
     use super::*;
 
+    fn soon() -> Instant {
+        Instant::now() + DEADLINE
+    }
+
     #[tokio::test]
     async fn a_name_that_is_an_address_needs_nobody_and_one_that_is_none_says_why() {
         let names = Names::default();
         for text in ["127.0.0.1", "::1"] {
-            let found = names.resolve(&text.into()).await.unwrap();
+            let found = names.resolve(&text.into(), soon()).await.unwrap();
             assert_eq!(*found, [text.parse::<IpAddr>().unwrap()]);
         }
-        let error = names.resolve(&"no such name".into()).await.unwrap_err();
+        let error = names.resolve(&"no such name".into(), soon()).await.unwrap_err();
         assert!(error.to_string().contains("\"no such name\""), "{error}");
     }
 
@@ -171,7 +179,7 @@ mod tests {
         let all: Vec<_> = (0..100)
             .map(|_| {
                 let names = names.clone();
-                tokio::spawn(async move { names.resolve(&"db".into()).await.unwrap() })
+                tokio::spawn(async move { names.resolve(&"db".into(), soon()).await.unwrap() })
             })
             .collect();
         for one in all {
@@ -180,7 +188,7 @@ mod tests {
         assert_eq!(ASKED.load(Ordering::Relaxed), 1);
         tokio::time::pause();
         tokio::time::advance(FRESH).await;
-        names.resolve(&"db".into()).await.unwrap();
+        names.resolve(&"db".into(), soon()).await.unwrap();
         assert_eq!(ASKED.load(Ordering::Relaxed), 2);
     }
 
@@ -188,11 +196,14 @@ mod tests {
     async fn stale_names_leave_when_there_are_many() {
         let names = Names::asking(|_| Err(io::ErrorKind::NotFound.into()));
         for number in 0..MANY {
-            names.resolve(&number.to_string().into()).await.unwrap_err();
+            names
+                .resolve(&number.to_string().into(), soon())
+                .await
+                .unwrap_err();
         }
         tokio::time::pause();
         tokio::time::advance(FRESH).await;
-        names.resolve(&"one more".into()).await.unwrap_err();
+        names.resolve(&"one more".into(), soon()).await.unwrap_err();
         assert_eq!(names.known.lock().unwrap().len(), 1);
     }
 }

@@ -334,6 +334,13 @@ fn an_endpoint_with_a_name_and_no_address_is_where_its_name_is() {
             vec![("db.example.org", vec![ip("192.0.2.1"), ip("192.0.2.2")])],
             Ok("192.0.2.2:8080"),
         ),
+        (
+            vec![&db, &other],
+            IpFamilies::Any,
+            0,
+            vec![("db.example.org", vec![ip("127.0.0.1"), ip("0.0.0.0"), ip("::1")])],
+            Ok("10.0.0.2:8080"),
+        ),
         // A name without an address leaves the others.
         (vec![&db, &other], IpFamilies::Any, 0, gone(), Ok("10.0.0.2:8080")),
         (vec![&db], IpFamilies::Any, 0, gone(), Err(())),
