@@ -155,6 +155,14 @@ impl GivenSigner<'_> {
     pub(super) fn signer(self) -> Result<Option<Signer>, Error> {
         let setting = |text: String| Err(Error::Setting(text));
         let Some(name) = self.name.filter(|name| !name.is_empty()) else {
+            // Whoever gives these expects no certificates of the development CA.
+            if self.roots.is_some() || self.approve == Some(true) {
+                return setting(
+                    "CERT_SIGNER_ROOT_CA (--kubernetes-signer-roots) and --kubernetes-signer-approve are for a signer, and none is named: \
+                     give CERT_SIGNER_NAME (--kubernetes-signer), or leave them out"
+                        .to_owned(),
+                );
+            }
             return Ok(None);
         };
         let (domain, rest) = name.split_once('/').unwrap_or_default();

@@ -191,7 +191,7 @@ fn switches_need_no_value() {
 fn errors_name_the_place_and_the_reason() {
     /// File, environment, flags, and parts of the error.
     type Case<'a> = (&'a str, &'a [(&'a str, &'a str)], &'a [&'a str], &'a [&'a str]);
-    let table: [Case<'_>; 41] = [
+    let table: [Case<'_>; 42] = [
         (
             "cert-dir: /certificates\n",
             &[("CA_ADDRESS", "istiod:15012")],
@@ -277,6 +277,12 @@ fn errors_name_the_place_and_the_reason() {
             &[("HTTP2_STREAM_WINDOW_SIZE", "16777216")],
             &[],
             &["HTTP2_CONNECTION_WINDOW_SIZE: must be more"],
+        ),
+        (
+            "",
+            &[("CERT_SIGNER_ROOT_CA", "/roots")],
+            &[],
+            &["CERT_SIGNER_ROOT_CA", "give CERT_SIGNER_NAME"],
         ),
         (
             "",

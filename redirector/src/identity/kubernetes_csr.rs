@@ -145,13 +145,16 @@ impl KubernetesCsr {
         let mut leftover = self.leftovers.expect(name.clone());
         let object = self.object(&name, csr);
         let created = api.create(&PostParams::default(), &object).await;
-        if let Err(kube::Error::Api(_)) = &created {
+        // A server that failed may have made it all the same.
+        if let Err(kube::Error::Api(status)) = &created
+            && (400..500).contains(&status.code)
+        {
             leftover.forget();
         }
-        created.map_err(asking("creating a CertificateSigningRequest"))?;
+        let created = created.map_err(asking("creating a CertificateSigningRequest"))?;
         leftover.exists();
         if *approve {
-            let approval = Patch::Strategic(approval());
+            let approval = Patch::Strategic(approval(created.metadata.uid));
             let approved = api
                 .patch_approval(&name, &PatchParams::default(), &approval)
                 .await;
@@ -277,15 +280,20 @@ fn why(condition: &CertificateSigningRequestCondition) -> String {
     format!("{}: {}", shortened(reason), shortened(message))
 }
 
-/// The condition that an approver sets. When it was set, the API server adds.
-fn approval() -> serde_json::Value {
+/// The condition that an approver sets, on the object of this UID and no other that was put in its place. When it was set, the API server
+/// adds.
+fn approval(uid: Option<String>) -> serde_json::Value {
     let condition = json!({
         "type": "Approved",
         "status": "True",
         "reason": "RedirectorApproves",
         "message": "asked for by the node's agent, which is set up to approve its requests",
     });
-    json!({ "status": { "conditions": [condition] } })
+    let metadata = ObjectMeta {
+        uid,
+        ..ObjectMeta::default()
+    };
+    json!({ "metadata": metadata, "status": { "conditions": [condition] } })
 }
 
 /// What the library says, without the dumps of whole values in it.

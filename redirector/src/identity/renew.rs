@@ -162,11 +162,12 @@ impl<I: Issuer> Renewal<I> {
         }
         let (first, with, without) = BACKOFF;
         let doubled = first * 2_u32.saturating_pow((self.failures - 1).min(16));
+        let some = |wait: Duration| wait.mul_f64(rand::random_range(0.8..1.2));
         let wait = match self.valid_for() {
-            Some(left) => doubled.min(with).min(left).max(first),
-            None => doubled.min(without),
+            // What is here must not end while nobody asks.
+            Some(left) => some(doubled.min(with)).min(left / 2).max(first),
+            None => some(doubled.min(without)),
         };
-        let wait = wait.mul_f64(rand::random_range(0.8..1.2));
         // Not all at one instant.
         let spread = Duration::from_secs(1).mul_f64(rand::random_range(0.0..1.0));
         let mut recovered = self.shared.recovered.subscribe();
