@@ -60,8 +60,12 @@ struct Names {
 
 #[derive(Debug)]
 enum State {
-    /// Dropped with the answer.
-    Asked(watch::Sender<()>),
+    Asked {
+        /// Dropped with the answer.
+        done: watch::Sender<()>,
+        /// The answer before, when it is asked for again.
+        before: Option<(Answer, Instant)>,
+    },
     Answered(Answer, Instant),
 }
 
@@ -163,15 +167,18 @@ impl Demand {
         if let Some(answer) = names.answer(name) {
             return Ok(Ok(answer));
         }
-        match names.all.get(name) {
-            Some(State::Asked(answer)) => return Ok(Err(answer.subscribe())),
+        let before = match names.all.get(name) {
+            Some(State::Asked { done, .. }) => return Ok(Err(done.subscribe())),
             _ if names.asked >= MAX_ASKED => return Err(TooMany),
+            Some(State::Answered(answer, at)) => Some((*answer, *at)),
+            None => None,
+        };
+        if before.is_some() {
             // Nothing would be new in a subscription that is there already.
-            Some(State::Answered(..)) => names.unsubscribe.push(name.clone()),
-            None => {}
+            names.unsubscribe.push(name.clone());
         }
-        let (sender, receiver) = watch::channel(());
-        names.all.insert(name.clone(), State::Asked(sender));
+        let (done, receiver) = watch::channel(());
+        names.all.insert(name.clone(), State::Asked { done, before });
         names.asked += 1;
         names.subscribe.push(name.clone());
         self.0.changed.notify_one();
@@ -187,9 +194,22 @@ impl Demand {
         names.all.keys().map(ResourceName::to_string).collect()
     }
 
-    /// There is nobody to ask.
+    /// There is nobody to ask. Whoever waits for an answer that was there before has that one.
     pub(super) fn disconnected(&self) {
-        self.names().is_connected = false;
+        let mut names = self.names();
+        names.is_connected = false;
+        let mut restored = 0;
+        for state in names.all.values_mut() {
+            if let State::Asked {
+                before: Some((answer, at)),
+                ..
+            } = state
+            {
+                *state = State::Answered(*answer, *at);
+                restored += 1;
+            }
+        }
+        names.asked -= restored;
     }
 
     /// Waits for something to tell. Only one may.
@@ -247,10 +267,11 @@ impl Names {
             return;
         };
         let key = key.clone();
-        if let State::Asked(_) = before {
+        if let State::Asked { .. } = before {
             self.asked -= 1;
         }
-        let was_empty = matches!(before, State::Answered(Answer::Nothing, _));
+        // Then it is in the list already.
+        let was_empty = before.is_empty();
         self.all
             .insert(key.clone(), State::Answered(answer, Instant::now()));
         if answer != Answer::Nothing || was_empty {
@@ -258,13 +279,30 @@ impl Names {
         }
         self.empty.push_back(key);
         while self.empty.len() > MAX_EMPTY {
-            if let Some(oldest) = self.empty.pop_front()
-                && let Some(State::Answered(Answer::Nothing, _)) = self.all.get(&oldest)
-            {
-                self.all.remove(&oldest);
-                self.unsubscribe.push(oldest);
+            let Some(oldest) = self.empty.pop_front() else {
+                return;
+            };
+            match self.all.get_mut(&oldest) {
+                Some(State::Answered(Answer::Nothing, _)) => {
+                    self.all.remove(&oldest);
+                    self.unsubscribe.push(oldest);
+                }
+                // Somebody waits for it: its answer puts it there again.
+                Some(State::Asked { before, .. }) => *before = None,
+                _ => {}
             }
         }
+    }
+}
+
+impl State {
+    /// There was nothing when it was last answered.
+    fn is_empty(&self) -> bool {
+        let answered = match self {
+            Self::Asked { before, .. } => *before,
+            Self::Answered(answer, at) => Some((*answer, *at)),
+        };
+        matches!(answered, Some((Answer::Nothing, _)))
     }
 }
 

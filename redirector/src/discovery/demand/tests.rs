@@ -213,3 +213,34 @@ async fn what_peers_ask_takes_no_turn_of_the_pod_s_own() {
     asking(&Arc::new(demand.asker()), &name(9_000)).await;
     assert_eq!(demand.take().subscribe, [name(9_000).to_string()]);
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_name_that_is_asked_for_again_and_again_is_one_name() {
+    let demand = connected();
+    let asker = Arc::new(demand.asker());
+    for _ in 0..50 {
+        let waiting = asking(&asker, &name(1)).await;
+        demand.answer(&answers(&[], &[&name(1)]));
+        waiting.await.unwrap().unwrap();
+        sleep(FRESH).await;
+    }
+    assert_eq!(demand.names().empty.len(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_asks_again_has_the_answer_before_when_there_is_nobody_to_ask_any_more() {
+    let demand = connected();
+    let asker = Arc::new(demand.asker());
+    let first = asking(&asker, &name(1)).await;
+    demand.answer(&answers(&[], &[&name(1)]));
+    first.await.unwrap().unwrap();
+    sleep(FRESH).await;
+    let again = asking(&asker, &name(1)).await;
+    let never = asking(&asker, &name(2)).await;
+    demand.disconnected();
+    let soon = timeout(Duration::from_millis(1), again).await;
+    soon.expect("it waits no longer").unwrap().unwrap();
+    assert!(!never.is_finished());
+    assert_eq!(demand.names().asked, 1);
+    never.await.unwrap().unwrap_err();
+}
