@@ -187,6 +187,13 @@ impl Edit<'_> {
         self.put(ADDRESS, &name, Address { r#type: kind }.encode_to_vec());
     }
 
+    /// Puts pods as they are.
+    pub fn pods<'p>(&mut self, pods: impl IntoIterator<Item = &'p Pod>) {
+        for pod in pods {
+            self.workload(workload(pod));
+        }
+    }
+
     /// Puts a service.
     pub fn service(&mut self, service: workload::Service) {
         let name = format!("{}/{}", service.namespace, service.hostname);

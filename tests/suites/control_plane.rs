@@ -170,8 +170,7 @@ fn what_is_refused_is_told_and_the_rest_counts() {
         bad.addresses = vec![vec![1, 2, 3]];
         edit.workload(bad);
         edit.put(ADDRESS, "garbage", vec![0xff; 40]);
-        edit.workload(workload(&demo.client));
-        edit.workload(workload(&demo.server));
+        edit.pods([&demo.client, &demo.server]);
     });
     let problem = ads.answered(ADDRESS).unwrap();
     assert!(
@@ -201,8 +200,7 @@ fn the_mesh_outlives_its_control_plane() {
     let ground = Ground::new();
     let mut ads = Ads::start(&ground.node.host.ns, &ground.credentials());
     ads.edit(|edit| {
-        edit.workload(workload(&ground.client));
-        edit.workload(workload(&ground.server));
+        edit.pods([&ground.client, &ground.server]);
         edit.policy(&deny("demo"));
     });
     let demo = ground.start(ads.environment(), &Workloads::default());
@@ -249,8 +247,7 @@ fn a_hundred_thousand_workloads_come_in_one_message() {
             one.addresses = vec![(0x6440_0000 + number).to_be_bytes().to_vec()];
             edit.workload(one);
         }
-        edit.workload(workload(&ground.client));
-        edit.workload(workload(&ground.server));
+        edit.pods([&ground.client, &ground.server]);
     });
     // It is ready only when all of it is here.
     let demo = ground.start(ads.environment(), &Workloads::default());

@@ -45,8 +45,7 @@ fn what_has_not_come_is_named_and_lets_in_nobody() {
         let ground = Ground::new();
         let ads = Ads::start(&ground.node.host.ns, &ground.credentials());
         ads.edit(|edit| {
-            edit.workload(workload(&ground.client));
-            edit.workload(workload(&ground.server));
+            edit.pods([&ground.client, &ground.server]);
             edit.policy(&deny("demo"));
         });
         ads.withhold(withheld);
@@ -102,10 +101,7 @@ fn what_has_not_come_is_named_and_lets_in_nobody() {
 fn a_first_state_in_parts_is_taken_as_it_comes() {
     let ground = Ground::new();
     let ads = Ads::start(&ground.node.host.ns, &ground.credentials());
-    ads.edit(|edit| {
-        edit.workload(workload(&ground.client));
-        edit.workload(workload(&ground.server));
-    });
+    ads.edit(|edit| edit.pods([&ground.client, &ground.server]));
     ads.hold_back(1);
     let demo = ground.start(ads.environment(), &Workloads::default());
     let _who = demo.serve(Family::V4, app::who);
@@ -172,10 +168,7 @@ fn how_soon_a_change_counts() {
     const CHANGES: usize = 50;
     let ground = Ground::new();
     let ads = Ads::start(&ground.node.host.ns, &ground.credentials());
-    ads.edit(|edit| {
-        edit.workload(workload(&ground.client));
-        edit.workload(workload(&ground.server));
-    });
+    ads.edit(|edit| edit.pods([&ground.client, &ground.server]));
     let demo = ground.start(ads.environment(), &Workloads::default());
     let _echo = demo.serve(Family::V4, app::echo);
     let ask = || app::ask(&demo.client.ns, demo.server.addr(Family::V4, PORT), "hello\n");

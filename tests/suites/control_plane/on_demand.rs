@@ -34,8 +34,7 @@ pub(crate) fn only_what_is_called_is_asked_for() {
     let ground = Ground::new();
     let mut ads = Ads::start(&ground.node.host.ns, &ground.credentials());
     ads.edit(|edit| {
-        edit.workload(workload(&ground.client));
-        edit.workload(workload(&ground.server));
+        edit.pods([&ground.client, &ground.server]);
         for number in 0..OTHERS {
             let mut one = workload(&ground.client);
             one.name = format!("other-{number}");

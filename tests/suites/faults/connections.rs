@@ -3,7 +3,7 @@
 use std::net::TcpListener;
 
 use redirector_tests::{
-    ads::{ADDRESS, AUTHORIZATION, Ads, deny, workload},
+    ads::{ADDRESS, AUTHORIZATION, Ads, deny},
     agent::Options,
     app,
     control_plane::Ground,
@@ -48,11 +48,7 @@ pub(crate) fn a_control_plane_that_vanishes_is_noticed_and_found_again() {
     let outside = &ground.node.outside;
     let mut ads = Ads::start_at(&outside.ns, outside.v4.into(), &credentials);
     let mut ca = IstioCa::start_at(&outside.ns, outside.v4.into(), &credentials, LONG_LIFE);
-    ads.edit(|edit| {
-        for pod in [&ground.client, &ground.server, &late] {
-            edit.workload(workload(pod));
-        }
-    });
+    ads.edit(|edit| edit.pods([&ground.client, &ground.server, &late]));
     let environment = [ads.environment(), ca.environment()].concat();
     let demo = ground.start(environment, &Workloads::default());
     let _who = demo.serve(Family::V4, app::who);
@@ -98,10 +94,7 @@ pub(crate) fn a_control_plane_that_vanishes_is_noticed_and_found_again() {
 pub(crate) fn a_silent_control_plane_is_left_and_tried_again() {
     let ground = Ground::new();
     let ads = Ads::start(&ground.node.host.ns, &ground.credentials());
-    ads.edit(|edit| {
-        edit.workload(workload(&ground.client));
-        edit.workload(workload(&ground.server));
-    });
+    ads.edit(|edit| edit.pods([&ground.client, &ground.server]));
     for url in [ADDRESS, AUTHORIZATION] {
         ads.withhold(url);
     }

@@ -3,7 +3,7 @@
 use std::fs;
 
 use redirector_tests::{
-    ads::{AUTHORIZATION, Ads, deny, workload},
+    ads::{AUTHORIZATION, Ads, deny},
     app,
     control_plane::Ground,
     istio_ca::IstioCa,
@@ -20,11 +20,7 @@ pub(crate) fn a_token_that_is_refused_is_told_and_the_next_one_is_used() {
     let late = ground.node.pod("late");
     let mut ads = Ads::start(&ground.node.host.ns, &credentials);
     let ca = IstioCa::start(&ground.node.host.ns, &credentials, LONG_LIFE);
-    ads.edit(|edit| {
-        for pod in [&ground.client, &ground.server, &late] {
-            edit.workload(workload(pod));
-        }
-    });
+    ads.edit(|edit| edit.pods([&ground.client, &ground.server, &late]));
     let environment = [ads.environment(), ca.environment()].concat();
     let demo = ground.start(environment, &Workloads::default());
     let _who = demo.serve(Family::V4, app::who);
