@@ -16,6 +16,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use socket2::{Domain, SockAddr, Socket, Type};
 
+use super::entry::Entry;
 use crate::{
     pods::wire::{Address, Event},
     telemetry::Chain,
@@ -23,9 +24,6 @@ use crate::{
 
 /// CNI versions that the plugin speaks; the result is another plugin's, so there is little to differ in.
 const VERSIONS: [&str; 6] = ["0.3.0", "0.3.1", "0.4.0", "1.0.0", "1.1.0", "1.2.0"];
-
-/// Where the agent listens if the configuration does not say.
-pub const DEFAULT_AGENT_SOCKET: &str = "/run/redirector/cni.sock";
 
 /// Time for an ADD: longer than the agent's own (30 s), shorter than kubelet's (4 min).
 const ADD_DEADLINE: Duration = Duration::from_secs(40);
@@ -45,8 +43,8 @@ pub type Environment<'a> = &'a dyn Fn(&str) -> Option<String>;
 struct Config {
     #[serde(default)]
     cni_version: String,
-    #[serde(default)]
-    agent_socket: Option<PathBuf>,
+    #[serde(flatten)]
+    entry: Entry,
     #[serde(default)]
     prev_result: Option<Value>,
 }
@@ -186,12 +184,6 @@ impl Config {
         version.clone_from(&self.cni_version);
         Ok(())
     }
-
-    fn socket(&self) -> &Path {
-        self.agent_socket
-            .as_deref()
-            .unwrap_or(Path::new(DEFAULT_AGENT_SOCKET))
-    }
 }
 
 fn add(environment: Environment<'_>, config: &Config) -> Result<String, Error> {
@@ -199,7 +191,7 @@ fn add(environment: Environment<'_>, config: &Config) -> Result<String, Error> {
     let mut event = event(environment)?;
     event.netns = Some(required(environment, "CNI_NETNS")?.into());
     event.addresses = addresses(result)?;
-    post(config.socket(), "/cmdadd", &event, ADD_DEADLINE)?;
+    post(config.entry.socket(), "/cmdadd", &event, ADD_DEADLINE)?;
     Ok(result.to_string())
 }
 
@@ -209,7 +201,7 @@ fn delete(environment: Environment<'_>, config: &Config) {
         event.netns = environment("CNI_NETNS")
             .filter(|path| !path.is_empty())
             .map(PathBuf::from);
-        let _ = post(config.socket(), "/cmddel", &event, DEL_DEADLINE);
+        let _ = post(config.entry.socket(), "/cmddel", &event, DEL_DEADLINE);
     }
 }
 
