@@ -49,10 +49,12 @@ use crate::{
         trust::PeerRules,
         workload_api::WorkloadApi,
     },
-    mesh::{index::Mesh, pod::Home},
+    mesh::index::Mesh,
     pods::{
         PodEvent,
-        cni_server::{self, CniServer, ServiceAccounts},
+        admission::Admission,
+        cni_server::{self, CniServer},
+        kubernetes::Follower,
         launch::PodProxies,
         lifecycle::{self, Lifecycle},
         records::{self, Records},
@@ -249,11 +251,22 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
     };
     let backend = redirector.name();
     tasks.spawn(upkeep.run(serving.clone()));
-    let (lifecycle, pods) = Lifecycle::new(launch, redirector, records.clone(), settings, pod_metrics);
+    let (lifecycle, pods_status) = Lifecycle::new(launch, redirector, records.clone(), settings, pod_metrics);
+
+    let follower = config.kubernetes_pods.as_ref().map(|pods| {
+        let follower = Follower::new(Kubernetes::new(pods.cluster.clone()), pods.config.clone());
+        follower.watch(&mut tasks, &serving);
+        follower.annotate(pods_status.clone(), &mut tasks, &serving);
+        follower
+    });
 
     let (quit, stopping) = (CancellationToken::new(), CancellationToken::new());
     let admin = Arc::new(Admin {
-        pods,
+        directory: follower.as_ref().map(Follower::directory),
+        missed: follower
+            .as_ref()
+            .map_or_else(|| watch::channel(Vec::new()).1, Follower::missed),
+        pods: pods_status.clone(),
         probers,
         mesh: mesh.clone(),
         awaited,
@@ -272,7 +285,16 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
     let (events, receiver) = mpsc::channel(EVENTS);
     let mut lifecycle = tokio::spawn(lifecycle.run(receiver, stopping.clone()));
     let mut sources = JoinSet::new();
-    sources.spawn(pod_source.run(records, events, (mesh, config.home()), stopping.clone()));
+    let admission = match &follower {
+        Some(follower) => Admission::Kubernetes(follower.directory()),
+        None => Admission::Sender {
+            mesh,
+            home: config.home(),
+            excluded: config.exclude_namespaces.0.clone(),
+        },
+    };
+    let follower = follower.map(|follower| (follower, pods_status));
+    sources.spawn(pod_source.run(records, events, admission, follower, stopping.clone()));
     info!(backend, "agent started");
 
     let ended = tokio::select! {
@@ -578,7 +600,8 @@ impl BoundSource {
         self,
         records: Records,
         events: mpsc::Sender<PodEvent>,
-        (mesh, home): (watch::Receiver<Arc<Mesh>>, Home),
+        admission: Admission,
+        follower: Option<(Follower, watch::Receiver<status::Status>)>,
         stop: CancellationToken,
     ) {
         match self {
@@ -590,12 +613,13 @@ impl BoundSource {
                     },
                     () = stop.cancelled() => return,
                 }
-                let accounts: ServiceAccounts = Arc::new(move |namespace, name| {
-                    mesh.borrow()
-                        .pod(namespace, name, &home)
-                        .map(|workload| workload.service_account.to_string())
-                });
-                server.run(events, accounts, stop).await;
+                let served = server.run(events.clone(), admission, stop.clone());
+                match follower {
+                    Some((follower, pods)) => {
+                        tokio::join!(served, follower.reconcile(events, pods, stop));
+                    }
+                    None => served.await,
+                }
             }
             Self::Zds(path) => zds::run(path, events, stop).await,
         }

@@ -24,6 +24,7 @@ use crate::{
     telemetry::logs,
 };
 
+pub mod cluster;
 pub mod planes;
 pub mod settings;
 pub mod values;
@@ -31,7 +32,7 @@ pub mod values;
 use self::{
     planes::{Certificates, Environment, Plane},
     settings::Settings,
-    values::{Redirect, Span, Workers},
+    values::{Names, Redirect, Span, Workers},
 };
 
 /// The configuration of an agent.
@@ -54,6 +55,10 @@ pub struct Config {
     pub state_dir: PathBuf,
     /// Where pods come from.
     pub pods: PodSource,
+    /// Kubernetes says which of them are enrolled.
+    pub kubernetes_pods: Option<cluster::Pods>,
+    /// Namespaces of Kubernetes whose pods are not enrolled.
+    pub exclude_namespaces: Names,
     /// File of rules for the pods.
     pub rules: Option<PathBuf>,
     /// What pods would send or get in plain is refused, where the rules say nothing else.
@@ -253,7 +258,7 @@ impl Config {
             name: s.kubernetes_signer,
             roots: s.kubernetes_signer_roots,
             approve: s.kubernetes_signer_approve,
-            kubeconfig: s.kubeconfig,
+            kubeconfig: s.kubeconfig.clone(),
             lifetime: svid_ttl,
             environment,
         };
@@ -266,6 +271,25 @@ impl Config {
             );
         }
         let node_name = s.node_name.unwrap_or_default();
+        let exclude_namespaces = s.exclude_namespaces.unwrap_or_default();
+        let pods = cluster::Given {
+            wanted: s.kubernetes_pods.unwrap_or(false),
+            selectors: s.enablement_selectors,
+            excluded: &exclude_namespaces,
+            annotation: s.status_annotation,
+            system_namespace: s.system_namespace,
+            own_namespace: s.pod_namespace.as_deref().unwrap_or_default(),
+            node: &node_name,
+            kubeconfig: s.kubeconfig,
+            environment,
+        };
+        let kubernetes_pods = pods.pods()?;
+        if kubernetes_pods.is_some() && s.inpod_uds.is_some() {
+            return setting(
+                "KUBERNETES_PODS (--kubernetes-pods) and INPOD_UDS (--inpod-uds) are both given: the node agent behind INPOD_UDS says \
+                 itself which pods are enrolled; leave one out",
+            );
+        }
         let names = xds::Identity {
             pod_name: s.pod_name.unwrap_or_default(),
             pod_namespace: s.pod_namespace.unwrap_or_default(),
@@ -313,6 +337,8 @@ impl Config {
             probe_sources: s.probe_sources.unwrap_or(Sources::Auto),
             bpffs_dir: s.bpffs_dir.unwrap_or_else(|| "/sys/fs/bpf/redirector".into()),
             pods: s.inpod_uds.map_or(PodSource::Cni(cni_socket), PodSource::Zds),
+            kubernetes_pods,
+            exclude_namespaces,
             rules: s.rules,
             strict: s.strict.unwrap_or(false),
             mesh,

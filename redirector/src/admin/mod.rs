@@ -15,7 +15,10 @@ use tokio_util::sync::CancellationToken;
 use crate::{
     identity::store::Store,
     mesh::index::Mesh,
-    pods::status::{State, Status},
+    pods::{
+        kubernetes::{Missed, directory::Directory},
+        status::{State, Status},
+    },
     redirect::probers::View,
     serve::{Answer, Limits, Listener, method_not_allowed, serve, text},
     telemetry::{Chain, logs, metrics},
@@ -35,6 +38,10 @@ const LIMITS: Limits = Limits {
 pub struct Admin {
     /// The pods.
     pub pods: watch::Receiver<Status>,
+    /// What Kubernetes tells of the pods, where it is asked.
+    pub directory: Option<Arc<Directory>>,
+    /// Pods that should be captured and are not known to the lifecycle.
+    pub missed: watch::Receiver<Vec<Missed>>,
     /// Who probes the pods from this node; nothing for a backend that can't tell.
     pub probers: watch::Receiver<Option<View>>,
     /// The mesh.
@@ -69,6 +76,9 @@ pub struct PodsView {
     pub backend: String,
     /// Whose connections from this node reach the pods directly; absent if the backend can't tell.
     pub probes: Option<View>,
+    /// Pods that should be captured and could not even be tried.
+    #[serde(default)]
+    pub missed: Vec<Missed>,
     /// The pods.
     #[serde(flatten)]
     pub status: Status,
@@ -139,6 +149,10 @@ impl Admin {
             // ztunnel's name of it, and what it waits for.
             pending.push(format!("state manager (no {} yet)", awaited.join(", no ")));
         }
+        let unknown = self.directory.as_ref().map(|directory| directory.awaited());
+        if let Some(unknown) = unknown.filter(|unknown| !unknown.is_empty()) {
+            pending.push(format!("Kubernetes (no {} yet)", unknown.join(", no ")));
+        }
         if self.stopping.is_cancelled() {
             pending.push("shutdown".to_owned());
         }
@@ -165,6 +179,7 @@ impl Admin {
             pending,
             backend: self.backend.to_owned(),
             probes: self.probers.borrow().clone(),
+            missed: self.missed.borrow().clone(),
             status,
         }
     }
@@ -273,6 +288,15 @@ pub fn render(address: SocketAddr, view: &PodsView, metrics: &str) -> String {
             Some(error) => writeln!(out, "  {error}"),
             None => writeln!(out),
         };
+    }
+    for pod in &view.missed {
+        let Missed {
+            uid,
+            namespace,
+            name,
+            error,
+        } = pod;
+        let _ = writeln!(out, "  {namespace}/{name}  NOT CAPTURED  uid {uid}  {error}");
     }
     let _ = writeln!(out, "counters that are not zero:");
     let told = |line: &&str| !line.starts_with('#') && !line.is_empty() && !line.ends_with(" 0");

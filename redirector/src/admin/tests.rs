@@ -33,6 +33,8 @@ fn fixture() -> Fixture {
     let (logs, layer) = logs::Control::detached();
     let admin = Admin {
         pods: pods_view,
+        directory: None,
+        missed: watch::channel(Vec::new()).1,
         probers: watch::channel(Some(probers())).1,
         mesh: mesh_view,
         awaited: awaited_view,

@@ -8,7 +8,7 @@ use serde::de::{Deserializer, Error as _, Visitor};
 use super::{
     Error,
     planes::Environment,
-    values::{Redirect, Span, Workers},
+    values::{Names, Redirect, Span, Workers},
 };
 use crate::{
     redirect::{iptables, probers::Sources},
@@ -130,6 +130,17 @@ settings! {
         kubernetes_signer_approve: bool, [], switch "true";
     "File that tells how the API server of Kubernetes is reached [default: as Kubernetes tells its pods]"
         kubeconfig: PathBuf, ["KUBECONFIG"];
+    "Ask Kubernetes' API which pods of this node (NODE_NAME) are in the mesh, and enrol and release them as it says [default: false]"
+        kubernetes_pods: bool, ["KUBERNETES_PODS"], switch "true";
+    "Which pods are in the mesh, by Kubernetes' API: a list in YAML of podSelector and namespaceSelector, of which one pair must match; \
+     Istio's labels without it"
+        enablement_selectors: String, ["AMBIENT_ENABLEMENT_SELECTOR"];
+    "Namespaces of Kubernetes whose pods are never enrolled, with commas between"
+        exclude_namespaces: Names, ["EXCLUDE_NAMESPACES"];
+    "Annotation by which pods tell whether they are captured; empty: none [default: ambient.istio.io/redirection]"
+        status_annotation: String, [];
+    "Namespace of Istio [default: istio-system]"
+        system_namespace: String, ["SYSTEM_NAMESPACE"];
     "File of the token that control plane and certificate authority are shown, or the token [default: \
      ./var/run/secrets/tokens/istio-token, if it is there]"
         auth_token: String, ["AUTH_TOKEN"];

@@ -24,12 +24,11 @@ use tokio_util::sync::CancellationToken;
 
 use super::{
     Error, NetnsRef, OnFailure, PodAdd, PodDelete, PodEvent,
+    admission::{self, Admission, Decision},
     wire::{self, Event},
     work::blocking,
 };
 use crate::{
-    mesh::pod::{InvalidPodUid, PodInfo, PodUid},
-    redirect::overrides::{InvalidAnnotation, Overrides},
     serve::{Answer, Limits, Listener, method_not_allowed, serve, text},
     sys::netns::Netns,
     telemetry::Chain,
@@ -45,9 +44,6 @@ const LIMITS: Limits = Limits {
     body_deadline: Duration::from_secs(5),
     connection_deadline: Duration::from_secs(60),
 };
-
-/// Finds the service account of a pod by Kubernetes namespace and pod name.
-pub type ServiceAccounts = Arc<dyn Fn(&str, &str) -> Option<String> + Send + Sync>;
 
 /// The listening socket.
 #[derive(Debug)]
@@ -114,14 +110,9 @@ impl CniServer {
     }
 
     /// Serves until `stop`, then removes the socket.
-    pub async fn run(
-        self,
-        events: mpsc::Sender<PodEvent>,
-        accounts: ServiceAccounts,
-        stop: CancellationToken,
-    ) {
+    pub async fn run(self, events: mpsc::Sender<PodEvent>, admission: Admission, stop: CancellationToken) {
         let Self { listener, file } = self;
-        let handler = Handler { events, accounts };
+        let handler = Handler { events, admission };
         let handle = move |request| {
             let handler = handler.clone();
             async move { handler.handle(request).await }
@@ -190,15 +181,8 @@ impl Drop for SocketFile {
 enum Failure {
     #[error(transparent)]
     Body(#[from] wire::Error),
-    #[error("no usable UID can be made of PodNamespace and PodName")]
-    Uid(#[source] InvalidPodUid),
     #[error(transparent)]
-    Annotation(#[from] InvalidAnnotation),
-    #[error(
-        "ServiceAccount is missing and the workload file has no workload {namespace}/{name}: send ServiceAccount, or add \
-         the workload to the file"
-    )]
-    NoServiceAccount { namespace: String, name: String },
+    Admission(#[from] admission::Error),
     #[error("cannot open the pod's network namespace {path}", path = .path.display())]
     Netns {
         path: PathBuf,
@@ -214,7 +198,9 @@ enum Failure {
 impl Failure {
     fn status(&self) -> StatusCode {
         match self {
-            Self::Body(_) | Self::Uid(_) | Self::Annotation(_) => StatusCode::BAD_REQUEST,
+            Self::Body(_) | Self::Admission(admission::Error::Uid(_) | admission::Error::Annotation(_)) => {
+                StatusCode::BAD_REQUEST
+            }
             _ => StatusCode::INTERNAL_SERVER_ERROR,
         }
     }
@@ -223,7 +209,7 @@ impl Failure {
 #[derive(Clone)]
 struct Handler {
     events: mpsc::Sender<PodEvent>,
-    accounts: ServiceAccounts,
+    admission: Admission,
 }
 
 impl Handler {
@@ -241,7 +227,7 @@ impl Handler {
             }
         };
         match result {
-            Ok(()) => text(StatusCode::OK, ""),
+            Ok(told) => text(StatusCode::OK, told),
             Err(failure) => {
                 let status = failure.status();
                 // What the lifecycle refuses it tells itself.
@@ -253,46 +239,36 @@ impl Handler {
         }
     }
 
-    async fn add(&self, body: &[u8]) -> Result<(), Failure> {
+    /// Enrols a pod, or tells why that is left.
+    async fn add(&self, body: &[u8]) -> Result<String, Failure> {
         let event = Event::parse(body)?;
         let path = event.netns.clone().ok_or(wire::Error::Missing { key: "Netns" })?;
-        let uid = uid(&event)?;
-        let rules = event.annotations.as_ref().map(Overrides::from_annotations);
-        let rules = rules.transpose()?.map(Box::new);
-        let Event {
-            name,
-            namespace,
-            addresses,
-            service_account,
-            ..
-        } = event;
-        let service_account = match service_account.or_else(|| (self.accounts)(&namespace, &name)) {
-            Some(service_account) => service_account,
-            None => return Err(Failure::NoServiceAccount { namespace, name }),
+        let (info, rules) = match self.admission.decide(&event).await? {
+            Decision::Enrol(info, rules) => (info, rules),
+            Decision::Leave(reason) => {
+                let (namespace, name) = (&event.namespace, &event.name);
+                tracing::debug!(namespace, name, reason, "the pod is not in the mesh");
+                return Ok(format!("not in the mesh: {reason}\n"));
+            }
         };
         let netns = open(path.clone()).await?.map_err(|source| Failure::Netns {
             path: path.clone(),
             source,
         })?;
         let add = PodAdd {
-            info: PodInfo {
-                uid,
-                name,
-                namespace,
-                service_account,
-            },
+            info,
             netns: Arc::new(netns),
             netns_path: Some(path),
-            addresses: addresses.iter().map(|address| address.ip).collect(),
+            addresses: event.addresses.iter().map(|address| address.ip).collect(),
             rules,
             on_failure: OnFailure::Report,
         };
         self.carry_out(|reply| PodEvent::Add(add, reply)).await
     }
 
-    async fn delete(&self, body: &[u8]) -> Result<(), Failure> {
+    async fn delete(&self, body: &[u8]) -> Result<String, Failure> {
         let event = Event::parse(body)?;
-        let uid = uid(&event)?;
+        let uid = self.admission.uid(&event)?;
         let netns = match event.netns {
             None => None,
             Some(path) => {
@@ -307,7 +283,7 @@ impl Handler {
             .await
     }
 
-    async fn carry_out(&self, event: impl FnOnce(super::Reply) -> PodEvent) -> Result<(), Failure> {
+    async fn carry_out(&self, event: impl FnOnce(super::Reply) -> PodEvent) -> Result<String, Failure> {
         let (reply, result) = oneshot::channel();
         let done = async {
             // The lifecycle is there as long as this server is; without it the agent is stopping.
@@ -317,14 +293,8 @@ impl Handler {
                 .map_err(|_| Error::Stopping)?;
             result.await.unwrap_or(Err(Error::Stopping))
         };
-        Ok(timeout(ADD_DEADLINE, done).await.map_err(|_| Failure::Late)??)
-    }
-}
-
-fn uid(event: &Event) -> Result<PodUid, Failure> {
-    match &event.uid {
-        Some(uid) => Ok(uid.clone()),
-        None => PodUid::from_name(&event.namespace, &event.name).map_err(Failure::Uid),
+        timeout(ADD_DEADLINE, done).await.map_err(|_| Failure::Late)??;
+        Ok(String::new())
     }
 }
 

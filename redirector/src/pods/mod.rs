@@ -15,7 +15,9 @@ use crate::{
     telemetry::Chain,
 };
 
+pub mod admission;
 pub mod cni_server;
+pub mod kubernetes;
 pub mod launch;
 pub mod lifecycle;
 pub mod records;

@@ -1,9 +1,16 @@
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
+    sync::watch,
     task::JoinHandle,
 };
 
 use super::*;
+use crate::mesh::{
+    index::{Mesh, Update},
+    pod::Home,
+    testing::workload,
+    workload::Workload,
+};
 
 struct Server {
     path: PathBuf,
@@ -19,11 +26,18 @@ impl Server {
         let path = directory.path().join("made/cni.sock");
         let (sender, events) = mpsc::channel(4);
         let stop = CancellationToken::new();
-        let accounts: ServiceAccounts = Arc::new(|namespace, name| {
-            ((namespace, name) == ("shop", "known")).then(|| "from-mesh".to_owned())
-        });
+        let mut mesh = Mesh::default();
+        mesh.apply(Update::Workload(Arc::new(Workload {
+            service_account: "from-mesh".into(),
+            ..workload("known", "10.0.0.1")
+        })));
+        let admission = Admission::Sender {
+            mesh: watch::channel(Arc::new(mesh)).1,
+            home: Home::default(),
+            excluded: vec!["kube-system".to_owned()],
+        };
         let server = CniServer::bind(&path).unwrap();
-        let task = tokio::spawn(server.run(sender, accounts, stop.clone()));
+        let task = tokio::spawn(server.run(sender, admission, stop.clone()));
         Self {
             path,
             events,

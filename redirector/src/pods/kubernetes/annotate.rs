@@ -1,0 +1,194 @@
+//! Tells on the pods whether they are captured: an annotation, which istiod takes for a pod's ability to be called by HBONE.
+//!
+//! It compares what the lifecycle says with what the pod's annotation says, whenever one of them changes. `enabled` is captured,
+//! `pending` not yet, and a pod of which nothing is known has none (protocol of istio-cni's agent, cni/pkg/nodeagent).
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+    time::Duration,
+};
+
+use k8s_openapi::api::core::v1::Pod;
+use kube::{
+    Api,
+    api::{Patch, PatchParams},
+};
+use serde_json::json;
+use tokio::{
+    sync::{Semaphore, watch},
+    task::JoinSet,
+    time::{Instant, sleep_until, timeout},
+};
+use tokio_util::sync::CancellationToken;
+use tracing::{debug, warn};
+
+use super::{
+    super::status::{State, Status},
+    directory::{Directory, KnownPod},
+};
+use crate::{control_plane::kubernetes::Kubernetes, mesh::pod::PodUid, telemetry::Chain};
+
+/// Requests at one time.
+const AT_ONCE: usize = 8;
+
+/// Time for a request, with the wait for its turn not counted.
+const DEADLINE: Duration = Duration::from_secs(20);
+
+/// Pause after a failure with a pod: the first, and the longest.
+const BACKOFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
+
+/// Time for the watch to tell of what was written.
+const ECHO: Duration = Duration::from_secs(10);
+
+/// What is told of a pod: a value, or that there is none.
+type Told = Option<&'static str>;
+
+/// Tells until `stop`.
+pub(super) async fn run(
+    kubernetes: Arc<Kubernetes>,
+    directory: Arc<Directory>,
+    status: watch::Receiver<Status>,
+    stop: CancellationToken,
+) {
+    let mut changed = directory.subscribe();
+    let mut annotator = Annotator {
+        kubernetes,
+        directory,
+        status,
+        jobs: JoinSet::new(),
+        at_once: Arc::new(Semaphore::new(AT_ONCE)),
+        busy: BTreeSet::new(),
+        later: BTreeMap::new(),
+    };
+    loop {
+        annotator.compare();
+        let due = annotator.later.values().map(|later| later.until).min();
+        let due = due.unwrap_or_else(|| Instant::now() + BACKOFF.1);
+        tokio::select! {
+            () = stop.cancelled() => break,
+            Ok(()) = changed.changed() => {}
+            Ok(()) = annotator.status.changed() => {}
+            Some(Ok((pod, told, result))) = annotator.jobs.join_next() => annotator.finished(&pod, told, result),
+            () = sleep_until(due) => {}
+        }
+    }
+    annotator.jobs.shutdown().await;
+}
+
+struct Annotator {
+    kubernetes: Arc<Kubernetes>,
+    directory: Arc<Directory>,
+    status: watch::Receiver<Status>,
+    jobs: JoinSet<(Arc<KnownPod>, Told, Result<(), String>)>,
+    at_once: Arc<Semaphore>,
+    busy: BTreeSet<PodUid>,
+    /// Pods that are left alone for a while.
+    later: BTreeMap<PodUid, Later>,
+}
+
+struct Later {
+    until: Instant,
+    /// What was written; nothing after a failure.
+    written: Option<Told>,
+    failures: u32,
+}
+
+impl Annotator {
+    fn compare(&mut self) {
+        let now = Instant::now();
+        let decided = self.directory.pods();
+        let known: BTreeSet<&PodUid> = decided.iter().map(|one| &one.pod.info.uid).collect();
+        self.later
+            .retain(|uid, later| known.contains(uid) && (later.until > now || later.failures > 0));
+        let status = self.status.borrow_and_update().clone();
+        // Until the pods of an earlier agent are back it is not known what they are.
+        if !status.synced {
+            return;
+        }
+        for decided in decided {
+            let pod = decided.pod;
+            let uid = &pod.info.uid;
+            let state = status
+                .pods
+                .iter()
+                .find(|known| known.uid == uid.as_str())
+                .map(|known| known.state);
+            let wanted = match state {
+                Some(State::Captured) => Some("enabled"),
+                // Until it is settled, what is told holds.
+                Some(State::Starting | State::Stopping) => continue,
+                Some(State::NotCaptured) => Some("pending"),
+                None => None,
+            };
+            let waits = self.later.get(uid).is_some_and(|later| {
+                later.until > now && later.written.is_none_or(|written| written == wanted)
+            });
+            if pod.told.as_deref() == wanted || waits || !self.busy.insert(uid.clone()) {
+                continue;
+            }
+            self.write(pod, wanted);
+        }
+    }
+
+    fn write(&mut self, pod: Arc<KnownPod>, told: Told) {
+        let (kubernetes, at_once) = (Arc::clone(&self.kubernetes), Arc::clone(&self.at_once));
+        let annotation = self.directory.annotation().to_owned();
+        self.jobs.spawn(async move {
+            let _permit = at_once.acquire().await;
+            let result = match timeout(DEADLINE, write(&kubernetes, &pod, &annotation, told)).await {
+                Ok(result) => result,
+                Err(_) => Err(format!("no answer within {DEADLINE:?}")),
+            };
+            (pod, told, result)
+        });
+    }
+
+    fn finished(&mut self, pod: &KnownPod, told: Told, result: Result<(), String>) {
+        let uid = &pod.info.uid;
+        self.busy.remove(uid);
+        let failures = self.later.get(uid).map_or(0, |later| later.failures);
+        let (pause, written, failures) = match result {
+            Ok(()) => (ECHO, Some(told), 0),
+            Err(error) => {
+                if failures == 0 {
+                    let annotation = self.directory.annotation();
+                    warn!(%uid, annotation, error, "cannot tell on the pod whether it is captured; trying again");
+                }
+                let pause = BACKOFF.0 * 2_u32.saturating_pow(failures.min(8));
+                (pause.min(BACKOFF.1), None, failures + 1)
+            }
+        };
+        let until = Instant::now() + pause;
+        self.later.insert(
+            uid.clone(),
+            Later {
+                until,
+                written,
+                failures,
+            },
+        );
+    }
+}
+
+/// Writes one annotation. The UID is in it so that a pod of the same name that came meanwhile refuses it.
+async fn write(kubernetes: &Kubernetes, pod: &KnownPod, annotation: &str, told: Told) -> Result<(), String> {
+    let client = kubernetes
+        .client()
+        .await
+        .map_err(|error| Chain(&error).to_string())?;
+    let pods = Api::<Pod>::namespaced(client, &pod.info.namespace);
+    let patch = json!({ "metadata": { "uid": pod.info.uid.as_str(), "annotations": { annotation: told } } });
+    let written = pods
+        .patch_status(&pod.info.name, &PatchParams::default(), &Patch::Merge(patch))
+        .await;
+    match written {
+        Ok(_) => Ok(()),
+        // It is gone, or it is another by now: the watch tells.
+        Err(kube::Error::Api(status)) if matches!(status.code, 404 | 409) => {
+            debug!(uid = %pod.info.uid, "the pod is gone, and needs no annotation");
+            Ok(())
+        }
+        Err(error) => Err(Chain(&error).to_string()),
+    }
+}
