@@ -58,7 +58,8 @@ use crate::{
         records::{self, Records},
         restore,
         rules::{self, NodeRules, RulesFile},
-        status, zds,
+        status::{self, Status},
+        zds,
     },
     proxy::{self, Shared},
     redirect::{self, Redirector, ebpf, iptables, moved::Moved, none::NoRedirect},
@@ -253,7 +254,7 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
 
     let (quit, stopping) = (CancellationToken::new(), CancellationToken::new());
     let admin = Arc::new(Admin {
-        pods,
+        pods: pods.clone(),
         probers,
         mesh: mesh.clone(),
         awaited,
@@ -272,7 +273,7 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
     let (events, receiver) = mpsc::channel(EVENTS);
     let mut lifecycle = tokio::spawn(lifecycle.run(receiver, stopping.clone()));
     let mut sources = JoinSet::new();
-    sources.spawn(pod_source.run(records, events, (mesh, config.home()), stopping.clone()));
+    sources.spawn(pod_source.run(records, (events, pods), (mesh, config.home()), stopping.clone()));
     info!(backend, "agent started");
 
     let ended = tokio::select! {
@@ -577,7 +578,7 @@ impl BoundSource {
     async fn run(
         self,
         records: Records,
-        events: mpsc::Sender<PodEvent>,
+        (events, pods): (mpsc::Sender<PodEvent>, watch::Receiver<Status>),
         (mesh, home): (watch::Receiver<Arc<Mesh>>, Home),
         stop: CancellationToken,
     ) {
@@ -595,7 +596,7 @@ impl BoundSource {
                         .pod(namespace, name, &home)
                         .map(|workload| workload.service_account.to_string())
                 });
-                server.run(events, accounts, stop).await;
+                server.run(events, pods, accounts, stop).await;
             }
             Self::Zds(path) => zds::run(path, events, stop).await,
         }

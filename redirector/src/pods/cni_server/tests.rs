@@ -4,10 +4,12 @@ use tokio::{
 };
 
 use super::*;
+use crate::pods::status::PodStatus;
 
 struct Server {
     path: PathBuf,
     events: mpsc::Receiver<PodEvent>,
+    pods: watch::Sender<Status>,
     stop: CancellationToken,
     task: JoinHandle<()>,
     _directory: tempfile::TempDir,
@@ -23,10 +25,12 @@ impl Server {
             ((namespace, name) == ("shop", "known")).then(|| "from-mesh".to_owned())
         });
         let server = CniServer::bind(&path).unwrap();
-        let task = tokio::spawn(server.run(sender, accounts, stop.clone()));
+        let (pods, view) = watch::channel(Status::default());
+        let task = tokio::spawn(server.run(sender, view, accounts, stop.clone()));
         Self {
             path,
             events,
+            pods,
             stop,
             task,
             _directory: directory,
@@ -289,4 +293,59 @@ fn a_server_that_accepts_nothing_is_one() {
     drop(server);
     remove_stale(&path).unwrap();
     assert!(!path.exists());
+}
+
+#[tokio::test]
+async fn a_check_is_refused_while_the_capture_fails() {
+    let server = Server::start();
+    let body = event("web", r#","PodUID":"u-1""#);
+    assert_eq!(
+        server.exchange("POST", "/cmdcheck", &body).await,
+        (200, String::new()),
+        "a pod that is not known was not to be captured"
+    );
+    let of = |state, error: Option<&str>| Status {
+        synced: true,
+        pods: vec![PodStatus {
+            uid: "u-1".to_owned(),
+            name: "web".to_owned(),
+            namespace: "shop".to_owned(),
+            service_account: "sa".to_owned(),
+            netns: 1,
+            netns_path: None,
+            addresses: Vec::new(),
+            state,
+            strict: false,
+            error: error.map(str::to_owned),
+        }],
+    };
+    for (state, error, expected) in [
+        (State::Starting, None, (200, "")),
+        (State::Captured, Some("lacks something"), (200, "")),
+        (State::Stopping, None, (200, "")),
+        (State::NotCaptured, Some("no device"), (409, "no device\n")),
+    ] {
+        server.pods.send_replace(of(state, error));
+        let (status, text) = server.exchange("POST", "/cmdcheck", &body).await;
+        assert_eq!((status, text.as_str()), expected, "{state:?}");
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn what_plugins_log_is_taken() {
+    let server = Server::start();
+    for (body, expected) in [
+        (r#"["{\"level\":\"info\",\"msg\":\"m\"}","text"]"#, 200),
+        (r#"{"msg":"m"}"#, 400),
+        (r#"[{"msg":"m"}]"#, 400),
+        ("", 400),
+    ] {
+        let (status, text) = server.exchange("POST", "/log", body).await;
+        assert_eq!(status, expected, "{body}: {text}");
+    }
+    // One that does not wait for the answer is heard as well, and disturbs nobody.
+    drop(server.send("POST", "/log", r#"["last words"]"#).await);
+    assert_eq!(server.exchange("POST", "/log", "[]").await.0, 200);
+    server.stop().await;
 }
