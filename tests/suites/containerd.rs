@@ -2,12 +2,13 @@
 //! is chained behind. The agent is the real one.
 
 use std::{
-    io::Write,
-    process::{ExitCode, Stdio},
+    fs,
+    process::{ExitCode, ExitStatus},
     thread,
     time::Instant,
 };
 
+use redirector::cni::entry::TYPE;
 use redirector_tests::{
     agent::{Agent, Options, binary},
     app::{self, App},
@@ -155,6 +156,19 @@ fn pods_of_the_runtime_are_in_the_mesh() {
         assert_eq!(known["namespace"], "demo");
     }
     cluster.talk(&client, &server);
+    // As CRI-O asks; containerd does not. A pod that the agent does not know was not to be captured.
+    let conf = json!({"cniVersion": "1.0.0", "agentSocket": cluster.node.directory().join("cni.sock"),
+        "logFile": cluster.containerd.plugin_log_file(), "prevResult": {"cniVersion": "1.0.0"}});
+    for uid in [client.uid.as_str(), "unknown"] {
+        let args = format!("K8S_POD_NAMESPACE=demo;K8S_POD_NAME=client;K8S_POD_UID={uid}");
+        let (status, text) = call_plugin(&cluster.node, "CHECK", &args, &conf.to_string());
+        assert!(status.success() && text.is_empty(), "{status}: {text}");
+    }
+    let log = cluster.containerd.plugin_log();
+    assert!(
+        log.iter().all(|record| record["command"] != "CHECK"),
+        "the agent has answered: {log:?}"
+    );
     cluster.remove(client);
     cluster.comes_to(&[&server]);
     cluster.remove(server);
@@ -300,12 +314,22 @@ fn many_pods_come_at_once() {
     cluster.nothing_is_left();
 }
 
+/// Calls the plugin by hand; returns how it ended, and what it printed on both outputs.
+fn call_plugin(node: &Node, name: &str, args: &str, input: &str) -> (ExitStatus, String) {
+    let file = node.directory().join("input.json");
+    fs::write(&file, input).unwrap();
+    let plugin = binary().expect("xtask says where").with_file_name(TYPE);
+    let mut call = command(&node.host.ns, &plugin);
+    call.env("CNI_COMMAND", name)
+        .env("CNI_ARGS", args)
+        .env("CNI_NETNS", node.host.ns.path())
+        .stdin(fs::File::open(&file).unwrap());
+    output(&mut call, wait::DEADLINE)
+}
+
 /// The real binary, called by hand with what a runtime would not send.
 fn the_plugin_prints_one_document_and_nothing_else() {
     let node = Node::new();
-    let plugin = binary()
-        .expect("xtask says where")
-        .with_file_name("redirector-cni");
     let absent = json!({"cniVersion": "1.0.0", "agentSocket": node.directory().join("absent.sock"),
         "logFile": "/dev/stdout", "logLevel": "debug", "prevResult": {"cniVersion": "1.0.0", "x": [1.50, "ü"]}});
     let pod = "K8S_POD_NAMESPACE=demo;K8S_POD_NAME=client";
@@ -323,16 +347,7 @@ fn the_plugin_prints_one_document_and_nothing_else() {
         ("STATUS", "", absent.to_string(), Ok(None)),
         ("", pod, absent.to_string(), Err(4)),
     ] {
-        let input_file = node.directory().join("input.json");
-        std::fs::File::create(&input_file)
-            .and_then(|mut file| file.write_all(input.as_bytes()))
-            .unwrap();
-        let mut call = command(&node.host.ns, &plugin);
-        call.env("CNI_COMMAND", name)
-            .env("CNI_ARGS", args)
-            .env("CNI_NETNS", node.host.ns.path())
-            .stdin(Stdio::from(std::fs::File::open(&input_file).unwrap()));
-        let (status, text) = output(&mut call, wait::DEADLINE);
+        let (status, text) = call_plugin(&node, name, args, &input);
         let what = format!("{name} {args}: {status}: {text}");
         let document =
             || serde_json::from_str::<Value>(&text).unwrap_or_else(|error| panic!("{error}: {what}"));

@@ -12,7 +12,7 @@ use socket2::{Domain, SockAddr, Socket, Type};
 use super::error::Error;
 
 /// Longest answer of the agent.
-const MAX_ANSWER_BYTES: usize = 1024 * 1024;
+const MAX_ANSWER_BYTES: usize = 64 * 1024;
 
 /// Posts to the agent and waits for its 200.
 pub(super) fn post(socket: &Path, path: &str, body: &str, deadline: Duration) -> Result<(), Error> {
