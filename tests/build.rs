@@ -1,4 +1,4 @@
-//! Makes code for the tests' own servers from their `.proto` files. They are written apart from the messages of the agent, so that a
+//! Makes code for the tests' own servers, and for the client of a container runtime, from their `.proto` files. They are written apart from the messages of the agent, so that a
 //! misunderstanding on one side shows.
 
 use std::error::Error;
@@ -12,5 +12,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     tonic_prost_build::configure()
         .build_client(false)
         .compile_fds(descriptors)?;
+    tonic_prost_build::configure()
+        .build_server(false)
+        .compile_fds(protox::compile(["proto/cri.proto"], ["proto"])?)?;
     Ok(())
 }

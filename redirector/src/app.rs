@@ -60,7 +60,8 @@ use crate::{
         records::{self, Records},
         restore,
         rules::{self, NodeRules, RulesFile},
-        status, zds,
+        status::{self, Status},
+        zds,
     },
     proxy::{self, Shared},
     redirect::{self, Redirector, ebpf, iptables, moved::Moved, none::NoRedirect},
@@ -293,8 +294,14 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
             excluded: config.exclude_namespaces.0.clone(),
         },
     };
-    let follower = follower.map(|follower| (follower, pods_status));
-    sources.spawn(pod_source.run(records, events, admission, follower, stopping.clone()));
+    let source = pod_source.run(
+        records,
+        (events, pods_status),
+        admission,
+        follower,
+        stopping.clone(),
+    );
+    sources.spawn(source);
     info!(backend, "agent started");
 
     let ended = tokio::select! {
@@ -599,9 +606,9 @@ impl BoundSource {
     async fn run(
         self,
         records: Records,
-        events: mpsc::Sender<PodEvent>,
+        (events, pods): (mpsc::Sender<PodEvent>, watch::Receiver<Status>),
         admission: Admission,
-        follower: Option<(Follower, watch::Receiver<status::Status>)>,
+        follower: Option<Follower>,
         stop: CancellationToken,
     ) {
         match self {
@@ -613,9 +620,9 @@ impl BoundSource {
                     },
                     () = stop.cancelled() => return,
                 }
-                let served = server.run(events.clone(), admission, stop.clone());
+                let served = server.run(events.clone(), pods.clone(), admission, stop.clone());
                 match follower {
-                    Some((follower, pods)) => {
+                    Some(follower) => {
                         tokio::join!(served, follower.reconcile(events, pods, stop));
                     }
                     None => served.await,

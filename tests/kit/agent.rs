@@ -70,6 +70,8 @@ pub struct Options {
     pub unready: bool,
     /// As on a machine whose cgroups are all of version 1.
     pub without_cgroup2: bool,
+    /// The mount namespace to be in, as a file.
+    pub mounts: Option<PathBuf>,
     /// A directory of programs that come before those of PATH.
     pub programs: Option<PathBuf>,
     /// More arguments.
@@ -142,6 +144,10 @@ impl Agent {
                 .args(["--mount", "sh", "-c", WITHOUT_CGROUP2, "sh"])
                 .arg(binary);
             unshare
+        } else if let Some(mounts) = &options.mounts {
+            let mut enter = command(&node.host.ns, "nsenter");
+            enter.arg(format!("--mount={}", mounts.display())).arg(binary);
+            enter
         } else {
             command(&node.host.ns, binary)
         };

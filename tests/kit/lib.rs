@@ -4,6 +4,7 @@
 //! - [`agent`]: the real daemon in the node's namespace; [`workloads`] writes its workload file
 //! - [`cgroup`]: a cgroup, and commands in it
 //! - [`cni`]: pod events over the Unix socket, [`churn`]: in every order; [`zds`]: the same over ZDS, with us as the server
+//! - [`containerd`]: a container runtime in the node, with our plugin in its network
 //! - [`app`]: applications of the pods, and their clients; [`process`]: other programs in a pod
 //! - [`iptables`]: rules in a pod
 //! - [`foreign`]: eBPF programs of others; [`footprint`]: all that anybody has put into a namespace
@@ -29,6 +30,7 @@ pub mod capture;
 pub mod cgroup;
 pub mod churn;
 pub mod cni;
+pub mod containerd;
 pub mod control_plane;
 pub mod counters;
 pub mod dns;

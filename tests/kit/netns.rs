@@ -21,11 +21,12 @@ pub fn unique_prefix() -> String {
     format!("{PREFIX}{}x{}", id(), COUNT.fetch_add(1, Ordering::Relaxed))
 }
 
-/// A namespace, removed on drop.
+/// A namespace, removed on drop if it was made here.
 #[derive(Debug)]
 pub struct Namespace {
     name: String,
     netns: Netns,
+    made_by_others: bool,
 }
 
 impl Namespace {
@@ -39,6 +40,7 @@ impl Namespace {
         let namespace = Self {
             name: name.to_owned(),
             netns,
+            made_by_others: false,
         };
         for which in ["all", "default", "lo"] {
             // Absent where the kernel has no IPv6.
@@ -46,6 +48,18 @@ impl Namespace {
         }
         namespace.ip(&["link set lo up"])?;
         Ok(namespace)
+    }
+
+    /// The namespace that a process of others is in.
+    pub fn of_process(pid: u32) -> Result<Self> {
+        // A path that `ip` finds below its own directory.
+        let name = format!("../../proc/{pid}/ns/net");
+        let netns = Netns::open(&Path::new(DIRECTORY).join(&name));
+        Ok(Self {
+            netns: netns.with_context(|| format!("opening the network namespace of process {pid}"))?,
+            name,
+            made_by_others: true,
+        })
     }
 
     /// Its name.
@@ -155,7 +169,9 @@ impl Namespace {
 
 impl Drop for Namespace {
     fn drop(&mut self) {
-        remove(&self.name);
+        if !self.made_by_others {
+            remove(&self.name);
+        }
     }
 }
 

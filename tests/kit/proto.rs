@@ -21,3 +21,7 @@ pub mod auth {
 pub mod spiffe {
     tonic::include_proto!("_");
 }
+
+pub mod cri {
+    tonic::include_proto!("runtime.v1");
+}

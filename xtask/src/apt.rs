@@ -39,6 +39,11 @@ pub(crate) const TESTS: &[Program] = &[
     ("openssl", "openssl"),
     ("ethtool", "ethtool"),
     ("/usr/bin/python3", "python3"),
+    // The container runtime, and the network of its pods.
+    ("containerd", "containerd"),
+    ("runc", "runc"),
+    ("/usr/lib/cni/bridge", "containernetworking-plugins"),
+    ("busybox", "busybox-static"),
     // Of the benchmarks, which are tried with small amounts.
     ("iperf3", "iperf3"),
     ("wrk", "wrk"),

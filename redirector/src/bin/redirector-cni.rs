@@ -9,7 +9,11 @@ use std::{
 use redirector::cni::plugin;
 
 fn main() -> ExitCode {
-    let (text, code) = match plugin::run(&|name| std::env::var(name).ok(), &mut io::stdin().lock()) {
+    // What is no text stays there, and is refused where it is used: it is not the same as a variable that is not set.
+    let (text, code) = match plugin::run(
+        &|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()),
+        &mut io::stdin().lock(),
+    ) {
         Ok(text) => (text, ExitCode::SUCCESS),
         Err(text) => (text, ExitCode::FAILURE),
     };

@@ -1,341 +1,238 @@
 //! The CNI plugin, chained after the one that makes the pod's network: ADD tells the agent of the pod and waits until it is
-//! captured; DEL tells it that the pod goes. The result of the plugins before is passed on unchanged.
+//! captured; DEL tells it that the pod goes. The result of the plugins before is passed on unchanged. docs/cni.md has the rest.
 //!
 //! `bin/redirector-cni` runs it. No tokio and no threads: one bounded exchange over the agent's socket. When the agent cannot
 //! be reached ADD fails, so that no pod runs outside the mesh unnoticed.
 
 use std::{
-    io::{self, Read, Write},
-    net::IpAddr,
-    os::{fd::OwnedFd, unix::net::UnixStream},
-    path::{Path, PathBuf},
+    any::Any,
+    io::Read,
+    panic::{AssertUnwindSafe, catch_unwind},
+    path::PathBuf,
     time::{Duration, Instant},
 };
 
-use serde::Deserialize;
-use serde_json::{Map, Value, json};
-use socket2::{Domain, SockAddr, Socket, Type};
+use serde_json::json;
 
-use super::entry::Entry;
-use crate::{
-    pods::wire::{Address, Event},
-    telemetry::Chain,
+use self::{
+    error::Error,
+    log::{Level, Log},
+    network::{DEFAULT_VERSION, Network, Pod, VERSIONS, required},
 };
+use super::entry::Entry;
+use crate::telemetry::Chain;
 
-/// CNI versions that the plugin speaks; the result is another plugin's, so there is little to differ in.
-const VERSIONS: [&str; 6] = ["0.3.0", "0.3.1", "0.4.0", "1.0.0", "1.1.0", "1.2.0"];
+mod agent;
+mod error;
+mod log;
+mod network;
 
 /// Time for an ADD: longer than the agent's own (30 s), shorter than kubelet's (4 min).
 const ADD_DEADLINE: Duration = Duration::from_secs(40);
 
-/// Time for a DEL, which is never worth waiting for.
-const DEL_DEADLINE: Duration = Duration::from_secs(5);
+/// Time for what is not worth waiting for: a DEL, and the agent's word in a CHECK.
+const SHORT_DEADLINE: Duration = Duration::from_secs(5);
 
-/// Longest configuration, and longest answer of the agent.
-const MAX_BYTES: u64 = 1024 * 1024;
+/// The agent's answer to a CHECK of a pod that it has and does not capture.
+const NOT_CAPTURED: u16 = 409;
 
 /// What the runtime passes: environment, by name.
 pub type Environment<'a> = &'a dyn Fn(&str) -> Option<String>;
 
-/// What the plugin does of its configuration's keys. Others are the runtime's and are left alone.
-#[derive(Debug, Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct Config {
-    #[serde(default)]
-    cni_version: String,
-    #[serde(flatten)]
-    entry: Entry,
-    #[serde(default)]
-    prev_result: Option<Value>,
-}
-
-/// An error as the CNI specification wants it (section 5: error codes; 100 and above are the plugin's own).
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    /// The configuration cannot be read.
-    #[error("cannot read the network configuration")]
-    Config(#[source] serde_json::Error),
-    /// The input cannot be read.
-    #[error("cannot read standard input")]
-    Input(#[source] io::Error),
-    /// The configuration asks for another version.
-    #[error("CNI version {0:?} is not supported")]
-    Version(String),
-    /// An environment variable is missing or cannot be used.
-    #[error("{name} {problem}")]
-    Environment {
-        /// Which.
-        name: &'static str,
-        /// What is wrong.
-        problem: String,
-    },
-    /// No plugin went before.
-    #[error("prevResult is missing: this plugin is to be chained after the one that makes the pod's network")]
-    NoPrevResult,
-    /// The result of the plugins before cannot be read.
-    #[error("{key} in prevResult is not {expected}")]
-    PrevResult {
-        /// Which part.
-        key: String,
-        /// What it should be.
-        expected: &'static str,
-    },
-    /// The agent does not answer.
-    #[error("the redirector's agent cannot be reached at {socket}", socket = .socket.display())]
-    Unreachable {
-        /// Where.
-        socket: PathBuf,
-        /// Why.
-        #[source]
-        source: io::Error,
-    },
-    /// The agent refuses.
-    #[error("the redirector's agent answers {status}: {text}")]
-    Refused {
-        /// HTTP status.
-        status: u16,
-        /// Its reason.
-        text: String,
-    },
-}
-
-impl Error {
-    fn code(&self) -> u32 {
-        match self {
-            Self::Version(_) => 1,
-            Self::Environment { .. } => 4,
-            Self::Input(_) => 5,
-            Self::Config(_) => 6,
-            Self::NoPrevResult | Self::PrevResult { .. } => 7,
-            // "Try again later": the agent may be starting.
-            Self::Unreachable { .. } => 11,
-            Self::Refused { .. } => 100,
-        }
-    }
-
-    /// The error as the runtime reads it.
-    pub fn to_json(&self, cni_version: &str) -> String {
-        let details = std::error::Error::source(self)
-            .map(|cause| Chain(cause).to_string())
-            .unwrap_or_default();
-        let (code, msg) = (self.code(), self.to_string());
-        json!({ "cniVersion": cni_version, "code": code, "msg": msg, "details": details }).to_string()
-    }
-}
-
-/// Runs one command. What is returned, success or failure, belongs on standard output.
+/// Runs one command. What is returned, success or failure, belongs on standard output, where nothing else may be.
 pub fn run(environment: Environment<'_>, input: &mut dyn Read) -> Result<String, String> {
-    let mut version = VERSIONS[3].to_owned();
-    command(environment, input, &mut version).map_err(|error| error.to_json(&version))
-}
-
-fn command(
-    environment: Environment<'_>,
-    input: &mut dyn Read,
-    version: &mut String,
-) -> Result<String, Error> {
-    let command = required(environment, "CNI_COMMAND")?;
-    if command == "VERSION" {
-        return Ok(
-            json!({ "cniVersion": VERSIONS[VERSIONS.len() - 1], "supportedVersions": VERSIONS }).to_string(),
-        );
-    }
-    let mut text = Vec::new();
-    input
-        .take(MAX_BYTES)
-        .read_to_end(&mut text)
-        .map_err(Error::Input)?;
-    let parsed = serde_json::from_slice::<Config>(&text).map_err(Error::Config);
-    match command.as_str() {
+    let mut call = Call {
+        environment,
+        command: String::new(),
+        version: DEFAULT_VERSION.to_owned(),
+        log: None,
+    };
+    let result = catch_unwind(AssertUnwindSafe(|| call.dispatch(input)))
+        .unwrap_or_else(|panic| Err(Error::Panic(panic_text(&*panic))));
+    let Call {
+        command,
+        version,
+        log,
+        ..
+    } = call;
+    let answer = match &result {
+        Ok(answer) => Ok(answer.clone()),
         // Whatever is wrong, a pod must be able to go.
-        "DEL" => {
-            if let Ok(config) = parsed {
-                delete(environment, &config);
+        Err(_) if command == "DEL" => Ok(String::new()),
+        Err(error) => Err(error.to_json(&version)),
+    };
+    let told = catch_unwind(AssertUnwindSafe(|| {
+        let Some(mut log) = log else { return };
+        if let Err(error) = &result {
+            let level = if answer.is_ok() { Level::Warn } else { Level::Error };
+            let code = error.code().to_string();
+            log.record(level, &Chain(error).to_string(), &[("code", &code)]);
+        }
+        log.tell_agent();
+    }));
+    // Its panic is on standard error; the command's own answer stands.
+    drop(told);
+    answer
+}
+
+fn panic_text(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    text.or_else(|| panic.downcast_ref::<&str>().copied())
+        .unwrap_or("it has no text")
+        .to_owned()
+}
+
+/// One call of the runtime, as far as it is understood.
+struct Call<'a> {
+    environment: Environment<'a>,
+    command: String,
+    /// The CNI version of what is answered.
+    version: String,
+    /// There from when the configuration is read.
+    log: Option<Log>,
+}
+
+impl Call<'_> {
+    fn dispatch(&mut self, input: &mut dyn Read) -> Result<String, Error> {
+        self.command = required(self.environment, "CNI_COMMAND")?;
+        match self.command.as_str() {
+            "VERSION" => {
+                let asked = network::read(input)
+                    .ok()
+                    .and_then(|text| network::asked_version(&text));
+                let version = asked.as_deref().unwrap_or(VERSIONS[VERSIONS.len() - 1]);
+                Ok(json!({ "cniVersion": version, "supportedVersions": VERSIONS }).to_string())
             }
-            Ok(String::new())
-        }
-        "ADD" => {
-            let config = parsed?;
-            config.check_version(version)?;
-            add(environment, &config)
-        }
-        "CHECK" => {
-            let config = parsed?;
-            config.check_version(version)?;
-            config
-                .prev_result
-                .ok_or(Error::NoPrevResult)
-                .map(|_| String::new())
-        }
-        // Nothing to collect: the agent lets go of namespaces that are gone when it starts.
-        "GC" | "STATUS" => Ok(String::new()),
-        other => Err(Error::Environment {
-            name: "CNI_COMMAND",
-            problem: format!("has the unknown value {other:?}"),
-        }),
-    }
-}
-
-impl Config {
-    fn check_version(&self, version: &mut String) -> Result<(), Error> {
-        if !VERSIONS.contains(&self.cni_version.as_str()) {
-            return Err(Error::Version(self.cni_version.clone()));
-        }
-        version.clone_from(&self.cni_version);
-        Ok(())
-    }
-}
-
-fn add(environment: Environment<'_>, config: &Config) -> Result<String, Error> {
-    let result = config.prev_result.as_ref().ok_or(Error::NoPrevResult)?;
-    let mut event = event(environment)?;
-    event.netns = Some(required(environment, "CNI_NETNS")?.into());
-    event.addresses = addresses(result)?;
-    post(config.entry.socket(), "/cmdadd", &event, ADD_DEADLINE)?;
-    Ok(result.to_string())
-}
-
-/// Best effort: an agent that is away releases the pod when it is back, since its namespace is gone.
-fn delete(environment: Environment<'_>, config: &Config) {
-    if let Ok(mut event) = event(environment) {
-        event.netns = environment("CNI_NETNS")
-            .filter(|path| !path.is_empty())
-            .map(PathBuf::from);
-        let _ = post(config.entry.socket(), "/cmddel", &event, DEL_DEADLINE);
-    }
-}
-
-/// The pod, by what kubelet puts into CNI_ARGS.
-fn event(environment: Environment<'_>) -> Result<Event, Error> {
-    let args = required(environment, "CNI_ARGS")?;
-    let arg = |name: &str| {
-        let found = args
-            .split(';')
-            .filter_map(|pair| pair.split_once('='))
-            .find(|(key, _)| *key == name);
-        found
-            .map(|(_, value)| value.to_owned())
-            .filter(|value| !value.is_empty())
-    };
-    let invalid = |problem: String| Error::Environment {
-        name: "CNI_ARGS",
-        problem,
-    };
-    let named = |name: &str| arg(name).ok_or_else(|| invalid(format!("has no {name}")));
-    Ok(Event {
-        netns: None,
-        name: named("K8S_POD_NAME")?,
-        namespace: named("K8S_POD_NAMESPACE")?,
-        addresses: Vec::new(),
-        uid: arg("K8S_POD_UID")
-            .map(|uid| uid.parse())
-            .transpose()
-            .map_err(|error| invalid(format!("has an unusable K8S_POD_UID: {error}")))?,
-        service_account: None,
-        annotations: None,
-    })
-}
-
-/// The pod's addresses in the result of the plugins before.
-fn addresses(result: &Value) -> Result<Vec<Address>, Error> {
-    let invalid = |key: String, expected| Error::PrevResult { key, expected };
-    let Some(ips) = result
-        .as_object()
-        .and_then(|result: &Map<_, _>| result.get("ips"))
-        .filter(|ips| !ips.is_null())
-    else {
-        return Ok(Vec::new());
-    };
-    let ips = ips.as_array().ok_or_else(|| invalid("ips".into(), "a list"))?;
-    let parse = |text: &str| {
-        let (ip, prefix) = text.split_once('/')?;
-        Some(Address {
-            ip: ip.parse::<IpAddr>().ok()?.to_canonical(),
-            prefix: Some(prefix.parse().ok()?),
-        })
-    };
-    ips.iter()
-        .enumerate()
-        .map(|(position, ip)| {
-            let address = ip.get("address").and_then(Value::as_str).and_then(parse);
-            address.ok_or_else(|| invalid(format!("ips[{position}].address"), "an address with a prefix"))
-        })
-        .collect()
-}
-
-fn required(environment: Environment<'_>, name: &'static str) -> Result<String, Error> {
-    environment(name)
-        .filter(|value| !value.is_empty())
-        .ok_or_else(|| Error::Environment {
-            name,
-            problem: "is not set".to_owned(),
-        })
-}
-
-/// Posts an event and waits for its 200.
-fn post(socket: &Path, path: &str, event: &Event, deadline: Duration) -> Result<(), Error> {
-    let unreachable = |source| Error::Unreachable {
-        socket: socket.to_owned(),
-        source,
-    };
-    let answer = exchange(socket, path, &event.to_json(), Instant::now() + deadline).map_err(unreachable)?;
-    let (head, body) = answer.split_once("\r\n\r\n").unwrap_or((&answer, ""));
-    let status = head
-        .strip_prefix("HTTP/1.")
-        .and_then(|rest| rest.get(2..5))
-        .and_then(|status| status.parse().ok());
-    match status {
-        Some(200) => Ok(()),
-        Some(status) => Err(Error::Refused {
-            status,
-            text: body.trim().to_owned(),
-        }),
-        None => Err(unreachable(io::Error::new(
-            io::ErrorKind::InvalidData,
-            "the answer is not HTTP",
-        ))),
-    }
-}
-
-/// HTTP/1.0: the answer ends with the connection, and is never chunked.
-fn exchange(socket: &Path, path: &str, body: &str, deadline: Instant) -> io::Result<String> {
-    let late = || io::Error::new(io::ErrorKind::TimedOut, "it does not answer in time");
-    let left = || {
-        deadline
-            .checked_duration_since(Instant::now())
-            .filter(|left| !left.is_zero())
-            .ok_or_else(late)
-    };
-    let connection = Socket::new(Domain::UNIX, Type::STREAM, None)?;
-    // It bounds connect(2) as well, which waits when the agent's queue is full.
-    connection.set_write_timeout(Some(left()?))?;
-    connection.connect(&SockAddr::unix(socket)?)?;
-    let mut stream = UnixStream::from(OwnedFd::from(connection));
-    let length = body.len();
-    let head = format!(
-        "POST {path} HTTP/1.0\r\nhost: unix\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n"
-    );
-    stream.write_all(head.as_bytes())?;
-    stream.write_all(body.as_bytes())?;
-    let (mut answer, mut buffer) = (Vec::new(), [0; 4096]);
-    loop {
-        stream.set_read_timeout(Some(left()?))?;
-        match stream.read(&mut buffer) {
-            Ok(0) => break,
-            Ok(count) => answer.extend_from_slice(&buffer[..count]),
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Err(late()),
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(error),
-        }
-        if answer.len() as u64 > MAX_BYTES {
-            return Err(io::Error::new(
-                io::ErrorKind::InvalidData,
-                "the answer is too long",
-            ));
+            // Nothing to collect: of what is gone, the agent lets go by itself.
+            "GC" => Ok(String::new()),
+            "DEL" => {
+                let text = network::read(input).unwrap_or_default();
+                self.delete(Network::parse(&text).map(|network| network.entry))
+            }
+            "ADD" | "CHECK" | "STATUS" => {
+                let text = network::read(input)?;
+                let network = Network::parse(&text)?;
+                self.version.clone_from(&network.version);
+                match self.command.as_str() {
+                    "ADD" => self.add(&network),
+                    "CHECK" => self.check(&network),
+                    // Not whether the agent is there: the runtime would take the node for one without network.
+                    _ => network.check().map(|()| String::new()),
+                }
+            }
+            other => Err(Error::Environment {
+                name: "CNI_COMMAND",
+                problem: format!("has the unknown value {other:?}"),
+            }),
         }
     }
-    String::from_utf8(answer)
-        .map_err(|_| io::Error::new(io::ErrorKind::InvalidData, "the answer is not text"))
+
+    fn add(&mut self, network: &Network<'_>) -> Result<String, Error> {
+        let pod = self.begin(&network.entry)?;
+        let result = network.result()?;
+        let Some(pod) = self.told(&network.entry, pod) else {
+            return Ok(result);
+        };
+        network.check()?;
+        let netns = required(self.environment, "CNI_NETNS")?.into();
+        let event = pod.event(Some(netns), network.addresses()?).to_json();
+        let start = Instant::now();
+        agent::post(network.entry.socket(), "/cmdadd", &event, ADD_DEADLINE)?;
+        let took = start.elapsed().as_millis().to_string();
+        self.record(Level::Info, "the agent has taken the pod", &[("ms", &took)]);
+        Ok(result)
+    }
+
+    /// An agent that is away releases the pod when it is back, since its namespace is gone.
+    fn delete(&mut self, entry: Result<Entry, Error>) -> Result<String, Error> {
+        // The agent is told by the defaults of a configuration that cannot be read.
+        let (entry, unread) = match entry {
+            Ok(entry) => (entry, None),
+            Err(error) => (Entry::default(), Some(error)),
+        };
+        let pod = self.begin(&entry)?;
+        if let Some(error) = unread {
+            self.record(Level::Warn, &Chain(&error).to_string(), &[]);
+        }
+        if let Some(pod) = self.told(&entry, pod) {
+            let netns = (self.environment)("CNI_NETNS").filter(|path| !path.is_empty());
+            let event = pod.event(netns.map(PathBuf::from), Vec::new()).to_json();
+            agent::post(entry.socket(), "/cmddel", &event, SHORT_DEADLINE)?;
+            self.record(Level::Info, "the agent has let go of the pod", &[]);
+        }
+        Ok(String::new())
+    }
+
+    /// Fails when the agent says that it wants to capture the pod and cannot. An agent that is away is no failure of the pod, which
+    /// stays captured.
+    fn check(&mut self, network: &Network<'_>) -> Result<String, Error> {
+        let pod = self.begin(&network.entry)?;
+        network.check()?;
+        network.prev_result()?.ok_or(Error::NoPrevResult)?;
+        let Some(pod) = self.told(&network.entry, pod) else {
+            return Ok(String::new());
+        };
+        let netns = required(self.environment, "CNI_NETNS")?.into();
+        let event = pod.event(Some(netns), Vec::new()).to_json();
+        match agent::post(network.entry.socket(), "/cmdcheck", &event, SHORT_DEADLINE) {
+            Err(Error::Refused {
+                status: NOT_CAPTURED,
+                text,
+            }) => Err(Error::NotCaptured(text)),
+            Err(error) => {
+                let error = Chain(&error).to_string();
+                self.record(Level::Warn, "the pod was not checked", &[("error", &error)]);
+                Ok(String::new())
+            }
+            Ok(()) => Ok(String::new()),
+        }
+    }
+
+    /// The pod, and a log that speaks of it.
+    fn begin(&mut self, entry: &Entry) -> Result<Option<Pod>, Error> {
+        let variable = |name| (self.environment)(name).unwrap_or_default();
+        let pod = Pod::parse(self.environment);
+        let (namespace, name) = match &pod {
+            Ok(Some(pod)) => (pod.namespace.as_str(), pod.name.as_str()),
+            _ => ("", ""),
+        };
+        let fields = [
+            ("command", self.command.as_str()),
+            ("container", &variable("CNI_CONTAINERID")),
+            ("netns", &variable("CNI_NETNS")),
+            ("namespace", namespace),
+            ("pod", name),
+        ];
+        self.log = Some(Log::new(entry, &fields));
+        pod
+    }
+
+    /// The pod, unless it is one that the agent is not told of.
+    fn told(&mut self, entry: &Entry, pod: Option<Pod>) -> Option<Pod> {
+        let reason = match &pod {
+            None => Some("CNI_ARGS names no pod of Kubernetes"),
+            Some(pod) if entry.exclude_namespaces.contains(&pod.namespace) => {
+                Some("its namespace is excluded")
+            }
+            Some(pod)
+                if entry.agent_pod.as_ref().is_some_and(|agent| {
+                    agent.namespace == pod.namespace && pod.name.starts_with(&agent.name_prefix)
+                }) =>
+            {
+                Some("it is the agent's own")
+            }
+            Some(_) => None,
+        };
+        let Some(reason) = reason else { return pod };
+        self.record(Level::Info, "passed through", &[("reason", reason)]);
+        None
+    }
+
+    fn record(&mut self, level: Level, message: &str, fields: &[(&str, &str)]) {
+        if let Some(log) = &mut self.log {
+            log.record(level, message, fields);
+        }
+    }
 }
 
 #[cfg(test)]

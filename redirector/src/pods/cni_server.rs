@@ -1,5 +1,5 @@
 //! The socket on which CNI plugins (ours, or any HTTP client) tell of pods: `POST /cmdadd` and `POST /cmddel` over a Unix
-//! stream socket.
+//! stream socket, `POST /cmdcheck` to ask after one, and `POST /log` with what they log.
 //!
 //! An add is answered with 200 only when the pod is captured. What is told is in `wire`; what becomes of it is
 //! `lifecycle`'s matter.
@@ -17,14 +17,16 @@ use http::{Method, Request, StatusCode};
 use socket2::{Domain, SockAddr, Socket, Type};
 use tokio::{
     net::UnixListener,
-    sync::{mpsc, oneshot},
-    time::timeout,
+    sync::{mpsc, oneshot, watch},
+    time::{Instant, timeout},
 };
 use tokio_util::sync::CancellationToken;
 
+use self::plugin_log::PluginLog;
 use super::{
     Error, NetnsRef, OnFailure, PodAdd, PodDelete, PodEvent,
     admission::{self, Admission, Decision},
+    status::{State, Status},
     wire::{self, Event},
     work::blocking,
 };
@@ -33,6 +35,8 @@ use crate::{
     sys::netns::Netns,
     telemetry::Chain,
 };
+
+mod plugin_log;
 
 /// Time for capturing a pod. It goes on after that; the sender is told to try again.
 const ADD_DEADLINE: Duration = Duration::from_secs(30);
@@ -110,9 +114,20 @@ impl CniServer {
     }
 
     /// Serves until `stop`, then removes the socket.
-    pub async fn run(self, events: mpsc::Sender<PodEvent>, admission: Admission, stop: CancellationToken) {
+    pub async fn run(
+        self,
+        events: mpsc::Sender<PodEvent>,
+        pods: watch::Receiver<Status>,
+        admission: Admission,
+        stop: CancellationToken,
+    ) {
         let Self { listener, file } = self;
-        let handler = Handler { events, admission };
+        let handler = Handler {
+            events,
+            pods,
+            admission,
+            plugin_log: Arc::new(PluginLog::new(Instant::now())),
+        };
         let handle = move |request| {
             let handler = handler.clone();
             async move { handler.handle(request).await }
@@ -191,6 +206,10 @@ enum Failure {
     },
     #[error(transparent)]
     Lifecycle(#[from] Error),
+    #[error("{0}")]
+    NotCaptured(String),
+    #[error(transparent)]
+    Log(#[from] plugin_log::Error),
     #[error("not done within {ADD_DEADLINE:?}; it goes on: ask again for the result")]
     Late,
 }
@@ -198,9 +217,12 @@ enum Failure {
 impl Failure {
     fn status(&self) -> StatusCode {
         match self {
-            Self::Body(_) | Self::Admission(admission::Error::Uid(_) | admission::Error::Annotation(_)) => {
+            Self::Body(_)
+            | Self::Log(_)
+            | Self::Admission(admission::Error::Uid(_) | admission::Error::Annotation(_)) => {
                 StatusCode::BAD_REQUEST
             }
+            Self::NotCaptured(_) => StatusCode::CONFLICT,
             _ => StatusCode::INTERNAL_SERVER_ERROR,
         }
     }
@@ -209,20 +231,30 @@ impl Failure {
 #[derive(Clone)]
 struct Handler {
     events: mpsc::Sender<PodEvent>,
+    pods: watch::Receiver<Status>,
     admission: Admission,
+    plugin_log: Arc<PluginLog>,
 }
 
 impl Handler {
     async fn handle(self, request: Request<Bytes>) -> Answer {
         let post = request.method() == Method::POST;
         let result = match request.uri().path() {
-            "/cmdadd" | "/cmddel" if !post => return method_not_allowed(&Method::POST),
+            "/cmdadd" | "/cmddel" | "/cmdcheck" | "/log" if !post => {
+                return method_not_allowed(&Method::POST);
+            }
             "/cmdadd" => self.add(request.body()).await,
             "/cmddel" => self.delete(request.body()).await,
+            "/cmdcheck" => self.check(request.body()),
+            "/log" => self
+                .plugin_log
+                .take(request.body(), Instant::now())
+                .map(|()| String::new())
+                .map_err(Failure::Log),
             _ => {
                 return text(
                     StatusCode::NOT_FOUND,
-                    "no such path: there are /cmdadd and /cmddel\n",
+                    "no such path: there are /cmdadd, /cmddel, /cmdcheck and /log\n",
                 );
             }
         };
@@ -281,6 +313,21 @@ impl Handler {
         };
         self.carry_out(|reply| PodEvent::Delete(PodDelete { uid, netns }, reply))
             .await
+    }
+
+    /// Refuses a pod whose capture has failed. One that is not in the table was not to be captured.
+    fn check(&self, body: &[u8]) -> Result<String, Failure> {
+        let uid = self.admission.uid(&Event::parse(body)?)?;
+        let status = self.pods.borrow();
+        let pod = status.pods.iter().find(|pod| pod.uid == uid.as_str());
+        match pod.filter(|pod| pod.state == State::NotCaptured) {
+            None => Ok(String::new()),
+            Some(pod) => Err(Failure::NotCaptured(
+                pod.error
+                    .clone()
+                    .unwrap_or_else(|| "it is tried again".to_owned()),
+            )),
+        }
     }
 
     async fn carry_out(&self, event: impl FnOnce(super::Reply) -> PodEvent) -> Result<String, Failure> {

@@ -190,7 +190,7 @@ fn level_name(level: Level) -> &'static str {
 }
 
 /// RFC 3339, UTC, microseconds.
-fn timestamp(now: SystemTime) -> String {
+pub fn timestamp(now: SystemTime) -> String {
     let t = OffsetDateTime::from(now);
     format!(
         "{:04}-{:02}-{:02}T{:02}:{:02}:{:02}.{:06}Z",

@@ -5,16 +5,20 @@ use tokio::{
 };
 
 use super::*;
-use crate::mesh::{
-    index::{Mesh, Update},
-    pod::Home,
-    testing::workload,
-    workload::Workload,
+use crate::{
+    mesh::{
+        index::{Mesh, Update},
+        pod::Home,
+        testing::workload,
+        workload::Workload,
+    },
+    pods::status::PodStatus,
 };
 
 struct Server {
     path: PathBuf,
     events: mpsc::Receiver<PodEvent>,
+    pods: watch::Sender<Status>,
     stop: CancellationToken,
     task: JoinHandle<()>,
     _directory: tempfile::TempDir,
@@ -37,10 +41,12 @@ impl Server {
             excluded: vec!["kube-system".to_owned()],
         };
         let server = CniServer::bind(&path).unwrap();
-        let task = tokio::spawn(server.run(sender, admission, stop.clone()));
+        let (pods, view) = watch::channel(Status::default());
+        let task = tokio::spawn(server.run(sender, view, admission, stop.clone()));
         Self {
             path,
             events,
+            pods,
             stop,
             task,
             _directory: directory,
@@ -303,4 +309,59 @@ fn a_server_that_accepts_nothing_is_one() {
     drop(server);
     remove_stale(&path).unwrap();
     assert!(!path.exists());
+}
+
+#[tokio::test]
+async fn a_check_is_refused_while_the_capture_fails() {
+    let server = Server::start();
+    let body = event("web", r#","PodUID":"u-1""#);
+    assert_eq!(
+        server.exchange("POST", "/cmdcheck", &body).await,
+        (200, String::new()),
+        "a pod that is not known was not to be captured"
+    );
+    let of = |state, error: Option<&str>| Status {
+        synced: true,
+        pods: vec![PodStatus {
+            uid: "u-1".to_owned(),
+            name: "web".to_owned(),
+            namespace: "shop".to_owned(),
+            service_account: "sa".to_owned(),
+            netns: 1,
+            netns_path: None,
+            addresses: Vec::new(),
+            state,
+            strict: false,
+            error: error.map(str::to_owned),
+        }],
+    };
+    for (state, error, expected) in [
+        (State::Starting, None, (200, "")),
+        (State::Captured, Some("lacks something"), (200, "")),
+        (State::Stopping, None, (200, "")),
+        (State::NotCaptured, Some("no device"), (409, "no device\n")),
+    ] {
+        server.pods.send_replace(of(state, error));
+        let (status, text) = server.exchange("POST", "/cmdcheck", &body).await;
+        assert_eq!((status, text.as_str()), expected, "{state:?}");
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn what_plugins_log_is_taken() {
+    let server = Server::start();
+    for (body, expected) in [
+        (r#"["{\"level\":\"info\",\"msg\":\"m\"}","text"]"#, 200),
+        (r#"{"msg":"m"}"#, 400),
+        (r#"[{"msg":"m"}]"#, 400),
+        ("", 400),
+    ] {
+        let (status, text) = server.exchange("POST", "/log", body).await;
+        assert_eq!(status, expected, "{body}: {text}");
+    }
+    // One that does not wait for the answer is heard as well, and disturbs nobody.
+    drop(server.send("POST", "/log", r#"["last words"]"#).await);
+    assert_eq!(server.exchange("POST", "/log", "[]").await.0, 200);
+    server.stop().await;
 }
