@@ -243,7 +243,7 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
         release_grace: config.release_grace.0,
         shutdown_grace: config.shutdown_grace.0,
         check_interval: CHECK_INTERVAL,
-        release_on_exit: config.release_on_exit,
+        release_on_exit: Arc::new(config.release_on_exit.into()),
         strict: config.strict,
         rules: start_rules(&config, &redirector, &mut tasks, &serving)?,
     };
