@@ -13,6 +13,7 @@ use std::{
 use serde::Serialize;
 
 use crate::{
+    cni::install::leave,
     discovery::xds,
     mesh::{
         pod::Home,
@@ -24,6 +25,7 @@ use crate::{
     telemetry::logs,
 };
 
+pub mod cni;
 pub mod planes;
 pub mod settings;
 pub mod values;
@@ -31,7 +33,7 @@ pub mod values;
 use self::{
     planes::{Certificates, Environment, Plane},
     settings::Settings,
-    values::{Redirect, Span, Workers},
+    values::{Names, Redirect, Span, Workers},
 };
 
 /// The configuration of an agent.
@@ -54,6 +56,12 @@ pub struct Config {
     pub state_dir: PathBuf,
     /// Where pods come from.
     pub pods: PodSource,
+    /// The CNI plugin on this node.
+    pub cni: cni::Cni,
+    /// Namespaces of Kubernetes whose pods are not enrolled.
+    pub exclude_namespaces: Names,
+    /// The agent's DaemonSet.
+    pub daemonset: Option<leave::Config>,
     /// File of rules for the pods.
     pub rules: Option<PathBuf>,
     /// What pods would send or get in plain is refused, where the rules say nothing else.
@@ -253,11 +261,12 @@ impl Config {
             name: s.kubernetes_signer,
             roots: s.kubernetes_signer_roots,
             approve: s.kubernetes_signer_approve,
-            kubeconfig: s.kubeconfig,
+            kubeconfig: s.kubeconfig.clone(),
             lifetime: svid_ttl,
             environment,
         };
         let signer = signer.signer()?;
+        let kubeconfig = s.kubeconfig;
         let xds_on_demand = s.xds_on_demand.unwrap_or(false);
         if xds_on_demand && xds.is_none() {
             return setting(
@@ -295,6 +304,26 @@ impl Config {
         })?;
         let state_dir = s.state_dir.unwrap_or_else(|| "/run/redirector".into());
         let cni_socket = s.cni_socket.unwrap_or_else(|| "/run/redirector/cni.sock".into());
+        let exclude_namespaces = s.exclude_namespaces.unwrap_or_default();
+        let cni_given = cni::Given {
+            install: s.cni_install,
+            conf_dir: s.cni_conf_dir,
+            conf_name: s.cni_conf_name,
+            bin_dir: s.cni_bin_dir,
+            chained: s.cni_chained,
+            owned: s.cni_owned_config,
+            owned_name: s.cni_owned_config_filename,
+            plugin: s.cni_plugin,
+            daemonset: s.daemonset.as_deref(),
+            socket: &cni_socket,
+            has_other_source: s.inpod_uds.is_some(),
+            exclude_namespaces: &exclude_namespaces.0,
+            pod: &xds_identity,
+        };
+        let cni = cni_given.cni()?;
+        let daemonset = cni::daemonset(s.daemonset, &xds_identity, || {
+            planes::cluster(kubeconfig, environment, "--daemonset")
+        })?;
         let proxy::Config {
             max_connections,
             pool,
@@ -313,6 +342,9 @@ impl Config {
             probe_sources: s.probe_sources.unwrap_or(Sources::Auto),
             bpffs_dir: s.bpffs_dir.unwrap_or_else(|| "/sys/fs/bpf/redirector".into()),
             pods: s.inpod_uds.map_or(PodSource::Cni(cni_socket), PodSource::Zds),
+            cni,
+            exclude_namespaces,
+            daemonset,
             rules: s.rules,
             strict: s.strict.unwrap_or(false),
             mesh,

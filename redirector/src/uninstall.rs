@@ -11,6 +11,7 @@ use std::{
 };
 
 use crate::{
+    cni::install::{self, Whose},
     config::{Config, PodSource},
     identity::dev_ca,
     mesh::pod::PodUid,
@@ -85,10 +86,22 @@ pub fn run(config: &Config, remove_ca: bool) -> Result<Report, Error> {
     let _state = lock(&config.state_dir, "--state-dir")?;
     let _pins = lock(&config.bpffs_dir, "--bpffs-dir")?;
     let mut report = Report::default();
+    remove_plugin(&mut report, config);
     let leftovers = redirect::leftovers(&config.bpffs_dir, config.iptables());
     release(&mut report, &Records::existing(&config.state_dir), &leftovers);
     remove_files(&mut report, config, remove_ca);
     Ok(report)
+}
+
+/// Before the pods are let go: a pod that starts meanwhile would wait for an agent that is gone.
+fn remove_plugin(report: &mut Report, config: &Config) {
+    // Whose pods come from elsewhere has no plugin.
+    if !matches!(config.pods, PodSource::Cni(_)) {
+        return;
+    }
+    if let Err(error) = install::patiently(|| install::remove(&config.cni.installation, Whose::Socket)) {
+        report.failed(Chain(&error).to_string());
+    }
 }
 
 /// Keeps an agent away; a directory that is not there is nobody's.

@@ -2,7 +2,7 @@
 //!
 //! `app` builds an [`Admin`] and serves it; `client` is the other side, for `redirector status`.
 
-use std::{fmt::Write as _, net::SocketAddr, sync::Arc, time::Duration};
+use std::{fmt::Write as _, net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
 
 use bytes::Bytes;
 use http::{HeaderValue, Method, Request, StatusCode, header};
@@ -35,6 +35,8 @@ const LIMITS: Limits = Limits {
 pub struct Admin {
     /// The pods.
     pub pods: watch::Receiver<Status>,
+    /// Where the CNI plugin is installed, or why it is not; nothing if that is not the agent's matter.
+    pub cni: Option<watch::Receiver<Result<PathBuf, String>>>,
     /// Who probes the pods from this node; nothing for a backend that can't tell.
     pub probers: watch::Receiver<Option<View>>,
     /// The mesh.
@@ -67,6 +69,9 @@ pub struct PodsView {
     pub pending: Vec<String>,
     /// Name of the backend.
     pub backend: String,
+    /// The file by which the container runtime calls the CNI plugin, if the agent has installed it.
+    #[serde(default)]
+    pub cni_plugin: Option<PathBuf>,
     /// Whose connections from this node reach the pods directly; absent if the backend can't tell.
     pub probes: Option<View>,
     /// The pods.
@@ -139,6 +144,9 @@ impl Admin {
             // ztunnel's name of it, and what it waits for.
             pending.push(format!("state manager (no {} yet)", awaited.join(", no ")));
         }
+        if let Some(Err(why)) = self.cni.as_ref().map(|cni| cni.borrow().clone()) {
+            pending.push(format!("CNI plugin not installed yet: {why}"));
+        }
         if self.stopping.is_cancelled() {
             pending.push("shutdown".to_owned());
         }
@@ -164,6 +172,7 @@ impl Admin {
             ready: pending.is_empty(),
             pending,
             backend: self.backend.to_owned(),
+            cni_plugin: self.cni.as_ref().and_then(|cni| cni.borrow().clone().ok()),
             probes: self.probers.borrow().clone(),
             status,
         }
@@ -246,6 +255,9 @@ pub fn render(address: SocketAddr, view: &PodsView, metrics: &str) -> String {
         view.backend,
         view.status.pods.len()
     );
+    if let Some(file) = &view.cni_plugin {
+        let _ = writeln!(out, "CNI plugin installed in {}", file.display());
+    }
     if let Some(probes) = &view.probes {
         let _ = writeln!(
             out,

@@ -33,6 +33,7 @@ fn fixture() -> Fixture {
     let (logs, layer) = logs::Control::detached();
     let admin = Admin {
         pods: pods_view,
+        cni: None,
         probers: watch::channel(Some(probers())).1,
         mesh: mesh_view,
         awaited: awaited_view,

@@ -190,25 +190,34 @@ impl GivenSigner<'_> {
                     .to_owned(),
             );
         }
-        let variable = |name| self.environment.get(name).filter(|text| !text.is_empty());
-        let pod = variable("KUBERNETES_SERVICE_HOST").zip(variable("KUBERNETES_SERVICE_PORT"));
-        let cluster = match (self.kubeconfig, pod) {
-            (Some(path), _) => Cluster::Kubeconfig(path),
-            (None, Some((host, port))) => Cluster::own(host, port),
-            (None, None) => {
-                return setting(
-                    "CERT_SIGNER_NAME (--kubernetes-signer): no Kubernetes is known; run the agent in a pod, or give \
-                     KUBECONFIG (--kubeconfig)"
-                        .to_owned(),
-                );
-            }
-        };
+        let cluster = cluster(
+            self.kubeconfig,
+            self.environment,
+            "CERT_SIGNER_NAME (--kubernetes-signer)",
+        )?;
         Ok(Some(Signer {
             cluster,
             name,
             roots,
             approve: self.approve.unwrap_or(false),
         }))
+    }
+}
+
+/// The cluster whose API is asked, as `for_what` wants.
+pub(super) fn cluster(
+    kubeconfig: Option<PathBuf>,
+    environment: &Environment,
+    for_what: &str,
+) -> Result<Cluster, Error> {
+    let variable = |name| environment.get(name).filter(|text| !text.is_empty());
+    let pod = variable("KUBERNETES_SERVICE_HOST").zip(variable("KUBERNETES_SERVICE_PORT"));
+    match (kubeconfig, pod) {
+        (Some(path), _) => Ok(Cluster::Kubeconfig(path)),
+        (None, Some((host, port))) => Ok(Cluster::own(host, port)),
+        (None, None) => Err(Error::Setting(format!(
+            "{for_what}: no Kubernetes is known; run the agent in a pod, or give KUBECONFIG (--kubeconfig)"
+        ))),
     }
 }
 

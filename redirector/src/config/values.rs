@@ -1,6 +1,6 @@
 //! Values of settings that have a form of their own.
 
-use std::{fmt, num::NonZeroUsize, str::FromStr, time::Duration};
+use std::{convert::Infallible, fmt, num::NonZeroUsize, str::FromStr, time::Duration};
 
 use serde::{Serialize, Serializer};
 
@@ -31,6 +31,20 @@ impl FromStr for Redirect {
             "none" => Ok(Self::None),
             _ => Err(InvalidRedirect(text.to_owned())),
         }
+    }
+}
+
+/// Names with commas between; none where there is nothing between.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+#[serde(transparent)]
+pub struct Names(pub Vec<String>);
+
+impl FromStr for Names {
+    type Err = Infallible;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let names = text.split(',').map(str::trim).filter(|name| !name.is_empty());
+        Ok(Self(names.map(str::to_owned).collect()))
     }
 }
 
