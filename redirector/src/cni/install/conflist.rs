@@ -170,16 +170,13 @@ impl<'a> List<'a> {
             return Ok(self.text.to_owned());
         }
         let (mut text, end) = self.others();
-        let kept: Vec<_> = (0..self.plugins.len())
-            .filter(|&at| !self.plugins[at].is_ours())
-            .collect();
-        let Some(&first) = kept.first() else {
+        let Some(last) = self.plugins.iter().rposition(|plugin| !plugin.is_ours()) else {
             return unusable("has no plugin");
         };
-        // What stands between two plugins, comma included; with one alone, what stands before it.
-        let between = match kept.last() {
-            Some(&last) if last > 0 && last != first => self.before(last).to_owned(),
-            _ => format!(",{}", self.before(first).trim_start_matches(',')),
+        // What stands between two plugins, comma included; the first has only space before it.
+        let between = match last {
+            0 => format!(",{}", self.before(0)),
+            _ => self.before(last).to_owned(),
         };
         text.push_str(&between);
         text.push_str(&ours.text(&between));

@@ -18,6 +18,7 @@ use tokio::time::{Instant, sleep, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
+use self::selection::Wanted;
 use crate::{
     control_plane::{
         self,
@@ -25,6 +26,8 @@ use crate::{
     },
     telemetry::Chain,
 };
+
+mod selection;
 
 /// Time for the answer, retries included. The pods' connections get the rest of what Kubernetes gives an agent that stops.
 const DEADLINE: Duration = Duration::from_secs(5);
@@ -104,6 +107,7 @@ impl Owner {
                 match timeout(DEADLINE, self.ask()).await.unwrap_or(Err(Failure::Late)) {
                     Ok(Answer::Wanted | Answer::Unwanted(_)) => {
                         self.is_doubtful.store(false, Ordering::Relaxed);
+                        debug!(daemonset = self.config.name, "the agent's DaemonSet is known");
                         return;
                     }
                     Ok(Answer::Absent) if !self.is_doubtful.swap(true, Ordering::Relaxed) => warn!(
@@ -172,22 +176,19 @@ impl Owner {
         if daemonset.metadata.deletion_timestamp.is_some() {
             return Ok(Answer::Unwanted("it is being deleted".to_owned()));
         }
-        let selector = daemonset
-            .spec
-            .and_then(|spec| spec.template.spec)
-            .and_then(|spec| spec.node_selector);
-        let selector = selector.unwrap_or_default();
-        if selector.is_empty() {
+        let Some(pod) = daemonset.spec.and_then(|spec| spec.template.spec) else {
+            return Ok(Answer::Wanted);
+        };
+        let wanted = Wanted::of(&pod);
+        if wanted.is_anywhere() {
             return Ok(Answer::Wanted);
         }
-        Ok(match self.labels(client).await {
-            Some(labels) => match unmet(&selector, &labels) {
-                Some(unmet) => Answer::Unwanted(format!("it does not want this node, which is not {unmet}")),
-                None => Answer::Wanted,
-            },
-            // Without them nothing speaks against it.
-            None => Answer::Wanted,
-        })
+        // Without the labels nothing speaks against it.
+        let labels = self.labels(client).await;
+        let unmet = labels.and_then(|labels| wanted.unmet(&self.config.node, &labels));
+        Ok(unmet.map_or(Answer::Wanted, |unmet| {
+            Answer::Unwanted(format!("it does not want this node, which is not {unmet}"))
+        }))
     }
 
     async fn labels(&self, client: Client) -> Option<BTreeMap<String, String>> {
@@ -197,41 +198,6 @@ impl Owner {
                 debug!(error = %Chain(&error), node = self.config.node, "the node's labels are not known");
                 None
             }
-        }
-    }
-}
-
-/// What a node would have to be and is not.
-fn unmet(selector: &BTreeMap<String, String>, labels: &BTreeMap<String, String>) -> Option<String> {
-    let unmet = selector
-        .iter()
-        .find(|(key, value)| labels.get(*key) != Some(value));
-    unmet.map(|(key, value)| format!("{key}={value}"))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_node_is_wanted_that_has_every_label_of_the_selector() {
-        let labels = |pairs: &[(&str, &str)]| -> BTreeMap<String, String> {
-            let owned = |(key, value): &(&str, &str)| ((*key).to_owned(), (*value).to_owned());
-            pairs.iter().map(owned).collect()
-        };
-        let node = labels(&[("os", "linux"), ("mesh", "on")]);
-        for (selector, expected) in [
-            (&[][..], None),
-            (&[("os", "linux")], None),
-            (&[("os", "linux"), ("mesh", "on")], None),
-            (&[("mesh", "off")], Some("mesh=off")),
-            (&[("os", "linux"), ("zone", "a")], Some("zone=a")),
-        ] {
-            assert_eq!(
-                unmet(&labels(selector), &node).as_deref(),
-                expected,
-                "{selector:?}"
-            );
         }
     }
 }

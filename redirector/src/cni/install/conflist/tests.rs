@@ -1,5 +1,7 @@
 //! Configurations as real CNIs write them, with our entry and without it again.
 
+use proptest::prelude::*;
+
 use super::*;
 use crate::cni::entry::AgentPod;
 
@@ -208,4 +210,74 @@ fn a_file_of_our_own_can_be_used_by_others() {
     assert_eq!(check_conf(&alone(Form::Conf, &entry)), Ok(true));
     let list = alone(Form::List, &entry);
     assert!(List::parse(&list).unwrap().is_ours_alone());
+}
+
+/// A JSON text with spaces where there may be some.
+fn spaced(value: &Value, space: &str) -> String {
+    let each = |parts: Vec<String>, open: char, close: char| {
+        format!(
+            "{open}{space}{}{space}{close}",
+            parts.join(&format!("{space},{space}"))
+        )
+    };
+    match value {
+        Value::Object(map) => {
+            let pair = |(key, value): (&String, &Value)| {
+                format!(
+                    "{}{space}:{space}{}",
+                    Value::from(key.as_str()),
+                    spaced(value, space)
+                )
+            };
+            each(map.iter().map(pair).collect(), '{', '}')
+        }
+        Value::Array(list) => each(list.iter().map(|value| spaced(value, space)).collect(), '[', ']'),
+        other => other.to_string(),
+    }
+}
+
+proptest! {
+    /// Whatever the plugins, their order, and the spaces between.
+    #[test]
+    fn ours_is_last_and_once_and_goes_without_a_trace(
+        kinds in prop::collection::vec(0..3u8, 1..6),
+        space in "[ \t\r\n]{0,3}",
+        odd in any::<String>(),
+    ) {
+        let plugin = |kind: &u8| match kind {
+            0 => serde_json::json!({ "type": TYPE, "agentSocket": odd }),
+            1 => serde_json::json!({ "type": "a", odd.as_str(): [1, { odd.as_str(): null }] }),
+            _ => serde_json::json!({ "type": odd.clone() + "b" }),
+        };
+        let plugins: Vec<_> = kinds.iter().map(plugin).collect();
+        let whole = serde_json::json!({ "cniVersion": "1.0.0", "name": odd.clone() + "n", "plugins": plugins, "z": odd });
+        let text = format!("{space}{}{space}", spaced(&whole, &space));
+        let list = List::parse(&text).unwrap();
+        let others: Vec<_> = plugins.iter().filter(|plugin| plugin["type"] != TYPE).cloned().collect();
+        if others.is_empty() {
+            prop_assert!(list.is_ours_alone() && list.with(&ours()).is_err());
+            return Ok(());
+        }
+        let mut expected = whole.clone();
+        expected["plugins"] = others.into();
+        let stripped = list.without();
+        prop_assert_eq!(&value(&stripped), &expected);
+        expected["plugins"].as_array_mut().unwrap().push(ours().value());
+        let installed = list.with(&ours()).unwrap();
+        prop_assert_eq!(&value(&installed), &expected);
+        prop_assert_eq!(with(&installed), &installed[..]);
+        prop_assert_eq!(value(&without(&installed)), value(&stripped));
+        if !kinds.contains(&0) {
+            prop_assert_eq!(stripped, &text[..]);
+            prop_assert_eq!(without(&installed), &text[..]);
+        }
+    }
+
+    #[test]
+    fn any_text_is_taken_or_refused(text in any::<String>(), json in "[\\[\\]{}\":,a-z0-9 ]{0,40}") {
+        for text in [text, json.clone(), format!(r#"{{"name":"n","cniVersion":"1.0.0","plugins":[{json}]}}"#)] {
+            let _ = List::parse(&text).map(|list| (list.check(), list.with(&ours()), list.without()));
+            let _ = (check_conf(&text), of_conf(&text, &ours()));
+        }
+    }
 }
