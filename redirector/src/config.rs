@@ -316,6 +316,7 @@ impl Config {
             plugin: s.cni_plugin,
             daemonset: s.daemonset.as_deref(),
             socket: &cni_socket,
+            state_dir: &state_dir,
             has_other_source: s.inpod_uds.is_some(),
             exclude_namespaces: &exclude_namespaces.0,
             pod: &xds_identity,

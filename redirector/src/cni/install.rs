@@ -235,6 +235,16 @@ impl Config {
         self.bin_dir.join(TYPE)
     }
 
+    /// What the plugin writes: its log, and the one before.
+    fn logs(&self) -> Vec<PathBuf> {
+        let Some(log) = &self.entry.log_file else {
+            return Vec::new();
+        };
+        let mut before = log.clone().into_os_string();
+        before.push(".1");
+        vec![log.clone(), before.into()]
+    }
+
     fn problem(&self, problem: &Problem) -> Error {
         Error::Configuration {
             directory: self.conf_dir.clone(),
@@ -289,6 +299,11 @@ fn remove_on(disk: &dyn Disk, config: &Config, whose: Whose) -> Result<Removed, 
         files::remove_unfinished(disk, bin_dir)?;
         if left.is_empty() {
             files::remove(disk, &config.binary())?;
+        }
+    }
+    if left.is_empty() {
+        for log in config.logs() {
+            files::remove(disk, &log)?;
         }
     }
     Ok(Removed {

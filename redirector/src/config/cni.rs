@@ -37,6 +37,7 @@ pub(super) struct Given<'a> {
     pub(super) plugin: Option<PathBuf>,
     pub(super) daemonset: Option<&'a str>,
     pub(super) socket: &'a Path,
+    pub(super) state_dir: &'a Path,
     /// Pods come from elsewhere than the socket.
     pub(super) has_other_source: bool,
     pub(super) exclude_namespaces: &'a [String],
@@ -79,9 +80,11 @@ impl Given<'_> {
                 Mode::Owned { copy, file: name }
             }
         };
+        // The plugin is run wherever the runtime is.
+        let path = |path: &Path| absolute(path).unwrap_or_else(|_| path.to_owned());
         let entry = Entry {
-            // The plugin is run wherever the runtime is.
-            agent_socket: Some(absolute(self.socket).unwrap_or_else(|_| self.socket.to_owned())),
+            agent_socket: Some(path(self.socket)),
+            log_file: Some(path(self.state_dir).join("cni.log")),
             exclude_namespaces: self.exclude_namespaces.to_vec(),
             agent_pod,
             ..Entry::default()

@@ -39,7 +39,11 @@ pub(super) trait Disk {
         if let Some((user, group)) = attributes.owner
             && (there.uid(), there.gid()) != (user, group)
         {
-            fchown(file, Some(user), Some(group))?;
+            match fchown(file, Some(user), Some(group)) {
+                // It takes CAP_CHOWN. Without it the file is root's from now on, as the runtime is that reads it.
+                Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {}
+                changed => changed?,
+            }
         }
         file.set_permissions(Permissions::from_mode(attributes.mode))
     }

@@ -117,6 +117,15 @@ impl Node {
     }
 }
 
+/// The system's disk, but for the time that it takes.
+struct Hasty;
+
+impl Disk for Hasty {
+    fn sync(&self, _: &File) -> io::Result<()> {
+        Ok(())
+    }
+}
+
 /// A disk on which an installer gets so far and no further, as if it were killed.
 struct Mortal<'a> {
     left: Cell<u32>,
@@ -153,7 +162,7 @@ impl Disk for Mortal<'_> {
 
     fn sync(&self, file: &File) -> io::Result<()> {
         self.live()?;
-        System.sync(file)
+        Hasty.sync(file)
     }
 
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
@@ -198,15 +207,15 @@ fn removes(node: &Node, disk: &dyn Disk) -> Result<(), Error> {
 fn an_installer_may_be_killed_at_every_operation() {
     fn plain(_: &mut Node) {}
     fn installed(node: &mut Node) {
-        node.install().unwrap();
+        installs(node, &Hasty).unwrap();
     }
     fn upgraded(node: &mut Node) {
-        node.install().unwrap();
+        installs(node, &Hasty).unwrap();
         fs::write(&node.config.plugin, NEWER_PROGRAM).unwrap();
         node.config.entry.exclude_namespaces = vec!["kube-system".to_owned()];
     }
     fn rewritten(node: &mut Node) {
-        node.install().unwrap();
+        installs(node, &Hasty).unwrap();
         let saved = |name: &&str| {
             node.config
                 .conf_dir
@@ -219,7 +228,7 @@ fn an_installer_may_be_killed_at_every_operation() {
         }
     }
     fn otherwise(node: &mut Node) {
-        node.install().unwrap();
+        installs(node, &Hasty).unwrap();
         node.config.mode = match node.config.mode {
             Mode::Owned { .. } => chained(),
             _ => owned(),
@@ -249,14 +258,14 @@ fn an_installer_may_be_killed_at_every_operation() {
                     node
                 };
                 let whole = begin();
-                act(&whole, &System).unwrap();
+                act(&whole, &Hasty).unwrap();
                 whole.check();
                 for after in 0.. {
                     let node = begin();
                     let left = Cell::new(after);
                     let killed = act(&node, &Mortal { left, node: &node }).is_err();
                     node.check();
-                    act(&node, &System)
+                    act(&node, &Hasty)
                         .unwrap_or_else(|error| panic!("{what} of {name} after {after}: {error}"));
                     assert_eq!(node.state(), whole.state(), "{what} of {name} after {after}");
                     if !killed {
@@ -343,6 +352,23 @@ fn what_another_agent_needs_stays() {
         Vec::<PathBuf>::new()
     );
     assert!(!node.config.binary().exists());
+}
+
+#[test]
+fn the_plugins_logs_go_with_it() {
+    let mut node = Node::new(chained());
+    node.write("10-net.conflist", LIST);
+    let log = node.directory.path().join("cni.log");
+    node.config.entry.log_file = Some(log.clone());
+    node.install().unwrap();
+    assert!(node.read("10-net.conflist").contains("logFile"));
+    let before = node.directory.path().join("cni.log.1");
+    let others = node.directory.path().join("cni.log.2");
+    for file in [&log, &before, &others] {
+        fs::write(file, "").unwrap();
+    }
+    node.remove();
+    assert!(!log.exists() && !before.exists() && others.exists());
 }
 
 #[test]
