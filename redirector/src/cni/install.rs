@@ -266,7 +266,7 @@ pub struct Removed {
 }
 
 /// Takes the plugin away: our entries wherever they are, and the binary if nobody else's entry needs it. Entries that lead to
-/// another agent stay. Directories that are not there hold nothing. Blocking.
+/// another agent stay. Blocking.
 ///
 /// # Errors
 /// What could not be removed; the binary stays then too.
@@ -289,21 +289,20 @@ fn remove_on(disk: &dyn Disk, config: &Config, whose: Whose) -> Result<Removed, 
         Whose::Socket => entry.socket() == config.entry.socket(),
         Whose::Own => config.owns(entry),
     };
-    let _locks = lock_what_is_there(conf_dir, bin_dir)?;
-    let mut left = Vec::new();
-    if conf_dir.is_dir() {
-        files::remove_unfinished(disk, conf_dir)?;
-        left = remove_entries(disk, conf_dir, &mine)?;
+    // Without configurations nothing tells whether somebody needs the binary: the settings may be of another place.
+    if !conf_dir.is_dir() {
+        return Ok(Removed { left: Vec::new() });
     }
-    if bin_dir.is_dir() {
+    let has_binaries = bin_dir.is_dir();
+    let _locks = lock(conf_dir, if has_binaries { bin_dir } else { conf_dir })?;
+    files::remove_unfinished(disk, conf_dir)?;
+    let left = remove_entries(disk, conf_dir, &mine)?;
+    if has_binaries {
         files::remove_unfinished(disk, bin_dir)?;
-        if left.is_empty() {
-            files::remove(disk, &config.binary())?;
-        }
     }
     if left.is_empty() {
-        for log in config.logs() {
-            files::remove(disk, &log)?;
+        for file in config.logs().into_iter().chain([config.binary()]) {
+            files::remove(disk, &file)?;
         }
     }
     Ok(Removed {
@@ -358,15 +357,6 @@ fn lock(conf_dir: &Path, bin_dir: &Path) -> Result<Vec<DirectoryLock>, Error> {
         locks.push(lock?);
     }
     Ok(locks)
-}
-
-fn lock_what_is_there(conf_dir: &Path, bin_dir: &Path) -> Result<Vec<DirectoryLock>, Error> {
-    match (conf_dir.is_dir(), bin_dir.is_dir()) {
-        (true, true) => lock(conf_dir, bin_dir),
-        (true, false) => lock(conf_dir, conf_dir),
-        (false, true) => lock(bin_dir, bin_dir),
-        (false, false) => Ok(Vec::new()),
-    }
 }
 
 #[cfg(test)]

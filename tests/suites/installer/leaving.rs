@@ -2,16 +2,17 @@
 //! uninstalled.
 
 use redirector_tests::{
-    agent::{Agent, Options},
+    agent::{Agent, Options, binary},
     daemonset_api::{DAEMONSET, DaemonSetApi, Mood},
     footprint::netns_links,
     node::Node,
+    process::{command, output},
     suite::{Case, case},
     wait,
     workloads::Workloads,
 };
 
-use super::{CONF, Cni, LIST};
+use super::{CONF, Cni, DEADLINE, LIST};
 
 /// What the API server says while the agent runs, what when it stops, and whether the agent leaves. None: it is away.
 type Row = (&'static str, Mood, Option<Mood>, bool);
@@ -114,10 +115,23 @@ fn an_agent_stops((_, before, at_end, leaves): Row) {
 
 pub(crate) fn uninstall_takes_the_plugin_away() {
     let (mut agent, cni, node, _pod) = begin(|_, cni| cni.agent(&[]));
-    let arguments = cni.arguments();
-    let arguments: Vec<_> = arguments.iter().map(String::as_str).collect();
-    let (status, said) = agent.uninstall(&node, &arguments);
+    let (status, said) = agent.uninstall(&node, &[]);
     assert_eq!(status.code(), Some(3), "an agent runs: {said}");
+    // One with other directories, which does not see that, sees the socket.
+    let mut other = command(&node.host.ns, binary().expect("the agent runs by it"));
+    other
+        .arg("uninstall")
+        .args(cni.arguments())
+        .arg("--cni-socket")
+        .arg(agent.cni_socket());
+    for flag in ["--state-dir", "--bpffs-dir"] {
+        other.arg(flag).arg(node.directory().join("another"));
+    }
+    let (status, said) = output(&mut other, DEADLINE);
+    assert!(
+        status.code() == Some(1) && said.contains("is served by a running agent"),
+        "{said}"
+    );
     assert!(cni.is_chained() && cni.has_binary());
     agent.stop();
     assert!(cni.is_chained() && cni.has_binary());
@@ -130,7 +144,7 @@ pub(crate) fn uninstall_takes_the_plugin_away() {
         ),
     );
     let other = cni.read("20-other.conflist");
-    let (status, said) = agent.uninstall(&node, &arguments);
+    let (status, said) = agent.uninstall(&node, &[]);
     assert!(status.success(), "{said}");
     assert_eq!(
         cni.names(),
@@ -141,7 +155,7 @@ pub(crate) fn uninstall_takes_the_plugin_away() {
         (CONF.to_owned(), other)
     );
     std::fs::remove_file(cni.conf.join("20-other.conflist")).unwrap();
-    let (status, said) = agent.uninstall(&node, &arguments);
+    let (status, said) = agent.uninstall(&node, &[]);
     assert!(status.success(), "{said}");
     assert_eq!(cni.names(), ["10-net.conf"]);
 }
