@@ -155,6 +155,35 @@ async fn readiness_follows_the_snapshot_and_not_single_pods() {
 }
 
 #[tokio::test]
+async fn a_plugin_that_is_not_installed_makes_the_node_unready() {
+    let Fixture { admin, pods, .. } = fixture();
+    pods.send_replace(Status {
+        synced: true,
+        pods: Vec::new(),
+    });
+    let (state, view) = watch::channel(Err("there is no CNI configuration yet".to_owned()));
+    let mut admin = Arc::into_inner(admin).unwrap();
+    admin.cni = Some(view);
+    let shown = || {
+        (
+            admin.readiness().status(),
+            render(([127, 0, 0, 1], 15000).into(), &admin.pods_view(), ""),
+        )
+    };
+    let (status, text) = shown();
+    assert_eq!(status, StatusCode::INTERNAL_SERVER_ERROR);
+    let why = "not ready: CNI plugin not installed yet: there is no CNI configuration yet";
+    assert!(text.contains(why) && !text.contains("installed in"), "{text}");
+    let _ = state.send_replace(Ok("/etc/cni/net.d/10-a.conflist".into()));
+    let (status, text) = shown();
+    assert_eq!(status, StatusCode::OK);
+    assert!(
+        text.contains("CNI plugin installed in /etc/cni/net.d/10-a.conflist"),
+        "{text}"
+    );
+}
+
+#[tokio::test]
 async fn the_log_level_can_be_changed() {
     let fixture = fixture();
     let post = |query: &'static str| {
