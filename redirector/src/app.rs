@@ -2,8 +2,9 @@
 //!
 //! Start: rights, sockets, mesh, identities, backend, pods. The CNI socket is bound first of all, so that a second agent
 //! touches no pod of the first, and served last, when the pods of an earlier agent are back. Stop: not ready, no new events,
-//! proxies drain, the rest.
+//! proxies drain, the rest. Where the agent is uninstalled, the CNI plugin goes first of all, and the pods are released.
 
+mod installer;
 mod upkeep;
 
 use std::{
@@ -11,7 +12,10 @@ use std::{
     net::{Ipv4Addr, SocketAddr},
     os::unix::fs::DirBuilderExt,
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
 use prometheus_client::registry::Registry;
@@ -25,7 +29,7 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info, warn};
 
-use self::upkeep::Upkeep;
+use self::{installer::Installer, upkeep::Upkeep};
 use crate::{
     admin::{Admin, Endpoint},
     config::{Config, MeshSource, PodSource, planes::Certificates, values::Redirect},
@@ -237,6 +241,7 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
     });
     let pod_metrics = status::Metrics::default();
     pod_metrics.register(&mut registry);
+    let release_on_exit = Arc::new(AtomicBool::new(config.release_on_exit));
     let launch = PodProxies::new(shared, config.trust_domain.clone());
     let settings = lifecycle::Config {
         node: process::node_namespaces().map_err(|source| Error::System {
@@ -246,7 +251,7 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
         release_grace: config.release_grace.0,
         shutdown_grace: config.shutdown_grace.0,
         check_interval: CHECK_INTERVAL,
-        release_on_exit: config.release_on_exit,
+        release_on_exit: Arc::clone(&release_on_exit),
         strict: config.strict,
         rules: start_rules(&config, &redirector, &mut tasks, &serving)?,
     };
@@ -262,12 +267,14 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
     });
 
     let (quit, stopping) = (CancellationToken::new(), CancellationToken::new());
+    let (installer, cni) = Installer::begin(&config, pods_status.clone());
     let admin = Arc::new(Admin {
         directory: follower.as_ref().map(Follower::directory),
         missed: follower
             .as_ref()
             .map_or_else(|| watch::channel(Vec::new()).1, Follower::missed),
         pods: pods_status.clone(),
+        cni,
         probers,
         mesh: mesh.clone(),
         awaited,
@@ -317,6 +324,12 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
         Some(ended) = sources.join_next() => Some(ended),
         Some(ended) = tasks.join_next() => Some(ended),
     };
+    // While it asks, all goes on as before.
+    if ended.is_some() {
+        installer.end().await;
+    } else if installer.leave().await {
+        release_on_exit.store(true, Ordering::Relaxed);
+    }
     stopping.cancel();
     let result = match ended {
         None => Ok(()),

@@ -13,6 +13,7 @@ use std::{
 use serde::Serialize;
 
 use crate::{
+    cni::install::leave,
     discovery::xds,
     mesh::{
         pod::Home,
@@ -25,6 +26,7 @@ use crate::{
 };
 
 pub mod cluster;
+pub mod cni;
 pub mod planes;
 pub mod settings;
 pub mod values;
@@ -57,8 +59,12 @@ pub struct Config {
     pub pods: PodSource,
     /// Kubernetes says which of them are enrolled.
     pub kubernetes_pods: Option<cluster::Pods>,
+    /// The CNI plugin on this node.
+    pub cni: cni::Cni,
     /// Namespaces of Kubernetes whose pods are not enrolled.
     pub exclude_namespaces: Names,
+    /// The agent's DaemonSet.
+    pub daemonset: Option<leave::Config>,
     /// File of rules for the pods.
     pub rules: Option<PathBuf>,
     /// What pods would send or get in plain is refused, where the rules say nothing else.
@@ -263,6 +269,7 @@ impl Config {
             environment,
         };
         let signer = signer.signer()?;
+        let kubeconfig = s.kubeconfig;
         let xds_on_demand = s.xds_on_demand.unwrap_or(false);
         if xds_on_demand && xds.is_none() {
             return setting(
@@ -280,7 +287,7 @@ impl Config {
             system_namespace: s.system_namespace,
             own_namespace: s.pod_namespace.as_deref().unwrap_or_default(),
             node: &node_name,
-            kubeconfig: s.kubeconfig,
+            kubeconfig: kubeconfig.clone(),
             environment,
         };
         let kubernetes_pods = pods.pods()?;
@@ -319,6 +326,26 @@ impl Config {
         })?;
         let state_dir = s.state_dir.unwrap_or_else(|| "/run/redirector".into());
         let cni_socket = s.cni_socket.unwrap_or_else(|| "/run/redirector/cni.sock".into());
+        let cni_given = cni::Given {
+            install: s.cni_install,
+            conf_dir: s.cni_conf_dir,
+            conf_name: s.cni_conf_name,
+            bin_dir: s.cni_bin_dir,
+            chained: s.cni_chained,
+            owned: s.cni_owned_config,
+            owned_name: s.cni_owned_config_filename,
+            plugin: s.cni_plugin,
+            daemonset: s.daemonset.as_deref(),
+            socket: &cni_socket,
+            state_dir: &state_dir,
+            has_other_source: s.inpod_uds.is_some(),
+            exclude_namespaces: &exclude_namespaces.0,
+            pod: &xds_identity,
+        };
+        let cni = cni_given.cni()?;
+        let daemonset = cni::daemonset(s.daemonset, &xds_identity, || {
+            planes::cluster(kubeconfig, environment, "--daemonset")
+        })?;
         let proxy::Config {
             max_connections,
             pool,
@@ -338,7 +365,9 @@ impl Config {
             bpffs_dir: s.bpffs_dir.unwrap_or_else(|| "/sys/fs/bpf/redirector".into()),
             pods: s.inpod_uds.map_or(PodSource::Cni(cni_socket), PodSource::Zds),
             kubernetes_pods,
+            cni,
             exclude_namespaces,
+            daemonset,
             rules: s.rules,
             strict: s.strict.unwrap_or(false),
             mesh,

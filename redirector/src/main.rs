@@ -13,7 +13,8 @@ use anyhow::Context;
 use clap::{Parser, Subcommand};
 use redirector::{
     admin, app,
-    config::{Config, planes::Environment, settings::Settings},
+    cni::install::{self, Installation, Whose},
+    config::{Config, PodSource, planes::Environment, settings::Settings},
     debug,
     mesh::pod::PodUid,
     redirect::ebpf,
@@ -41,6 +42,12 @@ enum Command {
         #[arg(long, default_value = "127.0.0.1:15000")]
         admin_addr: SocketAddr,
     },
+    /// Install the CNI plugin on this node, or with --remove take it away; an agent with --cni-install does so by itself
+    #[command(
+        long_about = "Install the CNI plugin on this node: its binary among the CNI's, and its entry in the CNI's configuration, which \
+                      is left as it was otherwise. The settings are those of `agent`; docs/install.md says what is written."
+    )]
+    InstallCni(Box<InstallCni>),
     /// Remove from this node whatever agents with these directories have left; the settings are those of `agent`
     #[command(
         long_about = "Remove from this node whatever agents with these directories have left: programs, filters, rules, routes and \
@@ -98,6 +105,15 @@ struct Uninstall {
     agent: Agent,
 }
 
+#[derive(Debug, clap::Args)]
+struct InstallCni {
+    /// Take the plugin away: what leads to this agent's socket, from wherever it is, and the binary if nobody else needs it
+    #[arg(long)]
+    remove: bool,
+    #[command(flatten)]
+    agent: Agent,
+}
+
 /// Exit code of `uninstall` where an agent runs.
 const AGENT_RUNS: u8 = 3;
 
@@ -106,6 +122,7 @@ fn main() -> ExitCode {
     let result = match Arguments::parse().command {
         Command::Agent(agent) => run_agent(*agent),
         Command::Uninstall(arguments) => uninstall(*arguments),
+        Command::InstallCni(arguments) => install_cni(*arguments),
         Command::Status { admin_addr } => print_status(admin_addr),
         Command::Load { netns, backend } => until_signal(async |signal| {
             let Backend {
@@ -185,6 +202,37 @@ fn uninstall(arguments: Uninstall) -> anyhow::Result<()> {
         "{} things could not be removed; what stands in their way above, run it again without that",
         report.failures.len()
     );
+    Ok(())
+}
+
+fn install_cni(arguments: InstallCni) -> anyhow::Result<()> {
+    let InstallCni { remove, agent } = arguments;
+    let config = Config::load(agent.settings, agent.config.as_deref(), &environment())?;
+    anyhow::ensure!(
+        matches!(config.pods, PodSource::Cni(_)),
+        "INPOD_UDS (--inpod-uds) is given, and an agent that has it serves no CNI plugin"
+    );
+    let installation = config.cni.installation;
+    let mut out = io::stdout();
+    if remove {
+        let removed = install::patiently(|| install::remove(&installation, Whose::Socket))?;
+        for file in removed.left {
+            let _ = writeln!(out, "{}: left, it is another agent's", file.display());
+        }
+        let _ = writeln!(out, "CNI plugin removed");
+        return Ok(());
+    }
+    let mut installation = Installation::new(installation);
+    let installed = install::patiently(|| installation.install())?;
+    if let Some(warning) = &installed.warning {
+        let _ = writeln!(io::stderr(), "redirector: {warning}");
+    }
+    let was = if installed.changed {
+        "installed"
+    } else {
+        "is installed"
+    };
+    let _ = writeln!(out, "CNI plugin {was} in {}", installed.file.display());
     Ok(())
 }
 

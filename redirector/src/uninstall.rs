@@ -11,6 +11,7 @@ use std::{
 };
 
 use crate::{
+    cni::install::{self, Whose},
     config::{Config, PodSource},
     identity::dev_ca,
     mesh::pod::PodUid,
@@ -85,10 +86,28 @@ pub fn run(config: &Config, remove_ca: bool) -> Result<Report, Error> {
     let _state = lock(&config.state_dir, "--state-dir")?;
     let _pins = lock(&config.bpffs_dir, "--bpffs-dir")?;
     let mut report = Report::default();
+    remove_socket_and_plugin(&mut report, config);
     let leftovers = redirect::leftovers(&config.bpffs_dir, config.iptables());
     release(&mut report, &Records::existing(&config.state_dir), &leftovers);
     remove_files(&mut report, config, remove_ca);
     Ok(report)
+}
+
+/// Before the pods are let go: a pod that starts meanwhile would wait for an agent that is gone. Where somebody serves the socket,
+/// both are theirs.
+fn remove_socket_and_plugin(report: &mut Report, config: &Config) {
+    // Whose pods come from elsewhere has neither.
+    let PodSource::Cni(socket) = &config.pods else {
+        return;
+    };
+    match cni_server::remove_stale(socket) {
+        // What is no socket is not ours.
+        Ok(()) | Err(BindError::NotASocket { .. }) => {}
+        Err(error) => return report.failed(Chain(&error).to_string()),
+    }
+    if let Err(error) = install::patiently(|| install::remove(&config.cni.installation, Whose::Socket)) {
+        report.failed(Chain(&error).to_string());
+    }
 }
 
 /// Keeps an agent away; a directory that is not there is nobody's.
@@ -163,13 +182,6 @@ fn release(report: &mut Report, records: &Records, leftovers: &[Box<dyn Leftover
 fn remove_files(report: &mut Report, config: &Config, remove_ca: bool) {
     for (path, result) in Records::existing(&config.state_dir).remove_leftovers() {
         report.tried("removing", &path, result);
-    }
-    if let PodSource::Cni(socket) = &config.pods {
-        match cni_server::remove_stale(socket) {
-            // What is no socket is not ours.
-            Ok(()) | Err(BindError::NotASocket { .. }) => {}
-            Err(error) => report.failed(Chain(&error).to_string()),
-        }
     }
     if remove_ca {
         for (path, result) in dev_ca::remove(&config.ca_dir) {

@@ -361,6 +361,8 @@ impl Agent {
             ("--state-dir", "state"),
             ("--bpffs-dir", "bpf"),
             ("--cni-socket", "cni.sock"),
+            ("--cni-conf-dir", "net.d"),
+            ("--cni-bin-dir", "cni-bin"),
         ] {
             command.arg(flag).arg(self.directory.join(file));
         }

@@ -15,6 +15,7 @@ use http_body_util::{BodyExt as _, Full};
 use hyper::{
     Method, Request, Response,
     body::{Bytes, Incoming},
+    http::request::Parts,
     server::conn::http1,
     service::service_fn,
 };
@@ -88,7 +89,10 @@ struct State {
 }
 
 /// An answer: code and body.
-type Answer = (u16, Value);
+pub(crate) type Answer = (u16, Value);
+
+/// What answers a request with this head and body, of somebody whose token is good or not. None is no answer at all.
+pub(crate) type Responder = Arc<dyn Fn(&Parts, Value, bool) -> Option<Answer> + Send + Sync>;
 
 impl ApiServer {
     /// Starts one in `ns`. Its files are in `directory`: a kubeconfig, and the signer's root.
@@ -113,8 +117,21 @@ impl ApiServer {
             credentials,
             state: Mutex::new(state),
         });
+        let responder = Arc::clone(&shared);
+        let responder: Responder = Arc::new(move |head, body, is_known| {
+            let mut state = responder.state();
+            if !is_known {
+                state.strangers += 1;
+                return Some(unauthorized());
+            }
+            let content_type = head
+                .headers
+                .get("content-type")
+                .and_then(|value| value.to_str().ok());
+            Some(state.answer(&head.method, head.uri.path(), content_type, body))
+        });
         Self {
-            runtime: Some(serve(listener, Arc::clone(&shared))),
+            runtime: Some(serve(listener, &shared.credentials, responder)),
             shared,
             directory: directory.to_owned(),
         }
@@ -176,7 +193,8 @@ impl Drop for ApiServer {
     }
 }
 
-fn kubeconfig(addr: SocketAddr, credentials: &Credentials) -> String {
+/// How a server at `addr` is reached.
+pub(crate) fn kubeconfig(addr: SocketAddr, credentials: &Credentials) -> String {
     json!({
         "apiVersion": "v1",
         "kind": "Config",
@@ -192,8 +210,9 @@ fn kubeconfig(addr: SocketAddr, credentials: &Credentials) -> String {
     .to_string()
 }
 
-fn serve(listener: TcpListener, shared: Arc<Shared>) -> Runtime {
-    let (certificate, key) = shared.credentials.pem();
+/// Serves HTTP over TLS in threads of its own, until the runtime is dropped.
+pub(crate) fn serve(listener: TcpListener, credentials: &Credentials, responder: Responder) -> Runtime {
+    let (certificate, key) = credentials.pem();
     let chain = vec![CertificateDer::from_pem_slice(certificate.as_bytes()).unwrap()];
     let key = PrivateKeyDer::from_pem_slice(key.as_bytes()).unwrap();
     let config = ServerConfig::builder_with_provider(Arc::new(aws_lc_rs::default_provider()))
@@ -209,16 +228,18 @@ fn serve(listener: TcpListener, shared: Arc<Shared>) -> Runtime {
         .enable_all()
         .build()
         .unwrap();
+    let credentials = credentials.clone();
     runtime.spawn(async move {
         let listener = tokio::net::TcpListener::from_std(listener).unwrap();
         loop {
             let (stream, _) = listener.accept().await.unwrap();
-            let (acceptor, shared) = (acceptor.clone(), Arc::clone(&shared));
+            let (acceptor, credentials, responder) =
+                (acceptor.clone(), credentials.clone(), Arc::clone(&responder));
             tokio::spawn(async move {
                 let Ok(stream) = acceptor.accept(stream).await else {
                     return;
                 };
-                let service = service_fn(move |request| answer(Arc::clone(&shared), request));
+                let service = service_fn(|request| answer(&credentials, &responder, request));
                 let _ = http1::Builder::new()
                     .serve_connection(TokioIo::new(stream), service)
                     .await;
@@ -229,26 +250,30 @@ fn serve(listener: TcpListener, shared: Arc<Shared>) -> Runtime {
 }
 
 async fn answer(
-    shared: Arc<Shared>,
+    credentials: &Credentials,
+    responder: &Responder,
     request: Request<Incoming>,
 ) -> Result<Response<Full<Bytes>>, hyper::Error> {
     let (head, body) = request.into_parts();
     let body = body.collect().await?.to_bytes();
-    let header = |name: &str| head.headers.get(name).and_then(|value| value.to_str().ok());
-    let (code, body) = if shared.credentials.is_shown(header("authorization")) {
-        let body = serde_json::from_slice(&body).unwrap_or_default();
-        let path = head.uri.path();
-        shared
-            .state()
-            .answer(&head.method, path, header("content-type"), body)
-    } else {
-        shared.state().strangers += 1;
-        status(401, "Unauthorized", "Unauthorized")
+    let shown = head
+        .headers
+        .get("authorization")
+        .and_then(|value| value.to_str().ok());
+    let is_known = credentials.is_shown(shown);
+    let Some((code, body)) = responder(&head, serde_json::from_slice(&body).unwrap_or_default(), is_known)
+    else {
+        return std::future::pending().await;
     };
     let answer = Response::builder()
         .status(code)
         .header("content-type", "application/json");
     Ok(answer.body(Full::from(body.to_string())).unwrap())
+}
+
+/// To whom is not known.
+pub(crate) fn unauthorized() -> Answer {
+    status(401, "Unauthorized", "Unauthorized")
 }
 
 impl Shared {
@@ -258,7 +283,7 @@ impl Shared {
 }
 
 /// A failure, as the API tells it.
-fn status(code: u16, reason: &str, message: &str) -> Answer {
+pub(crate) fn status(code: u16, reason: &str, message: &str) -> Answer {
     let body = json!({
         "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
         "message": message, "reason": reason, "code": code,

@@ -14,7 +14,7 @@
 //! - [`dns`]: the DNS proxy of a pod, as far as capture needs one; [`inner`]: a namespace behind a pod
 //! - [`ca`]: certificates for peers that are not ours; [`envoy`] and [`hbone_client`] are such peers
 //! - [`ads`] and [`istio_ca`]: control planes, by [`grpc`] and the messages of [`proto`]; [`workload_api`]: of SPIFFE, ours and one in Python;
-//!   [`api_server`]: Kubernetes' API
+//!   [`api_server`]: Kubernetes' API for certificates, [`daemonset_api`]: for the agent's own DaemonSet
 //! - [`mesh`]: what most tests begin with, [`control_plane`]: those of control planes; [`suite`]: the harness
 //!
 //! Everything made here is removed when its value is dropped; what a killed process left is removed by the next one.
@@ -33,6 +33,7 @@ pub mod cni;
 pub mod containerd;
 pub mod control_plane;
 pub mod counters;
+pub mod daemonset_api;
 pub mod dns;
 pub mod envoy;
 pub mod footprint;

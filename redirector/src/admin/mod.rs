@@ -2,7 +2,7 @@
 //!
 //! `app` builds an [`Admin`] and serves it; `client` is the other side, for `redirector status`.
 
-use std::{fmt::Write as _, net::SocketAddr, sync::Arc, time::Duration};
+use std::{fmt::Write as _, net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
 
 use bytes::Bytes;
 use http::{HeaderValue, Method, Request, StatusCode, header};
@@ -42,6 +42,8 @@ pub struct Admin {
     pub directory: Option<Arc<Directory>>,
     /// Pods that should be captured and are not known to the lifecycle.
     pub missed: watch::Receiver<Vec<Missed>>,
+    /// Where the CNI plugin is installed, or why it is not; nothing if that is not the agent's matter.
+    pub cni: Option<watch::Receiver<Result<PathBuf, String>>>,
     /// Who probes the pods from this node; nothing for a backend that can't tell.
     pub probers: watch::Receiver<Option<View>>,
     /// The mesh.
@@ -74,6 +76,9 @@ pub struct PodsView {
     pub pending: Vec<String>,
     /// Name of the backend.
     pub backend: String,
+    /// The file by which the container runtime calls the CNI plugin, if the agent has installed it.
+    #[serde(default)]
+    pub cni_plugin: Option<PathBuf>,
     /// Whose connections from this node reach the pods directly; absent if the backend can't tell.
     pub probes: Option<View>,
     /// Pods that should be captured and could not even be tried.
@@ -153,6 +158,9 @@ impl Admin {
         if let Some(unknown) = unknown.filter(|unknown| !unknown.is_empty()) {
             pending.push(format!("Kubernetes (no {} yet)", unknown.join(", no ")));
         }
+        if let Some(Err(why)) = self.cni.as_ref().map(|cni| cni.borrow().clone()) {
+            pending.push(format!("CNI plugin not installed yet: {why}"));
+        }
         if self.stopping.is_cancelled() {
             pending.push("shutdown".to_owned());
         }
@@ -178,6 +186,7 @@ impl Admin {
             ready: pending.is_empty(),
             pending,
             backend: self.backend.to_owned(),
+            cni_plugin: self.cni.as_ref().and_then(|cni| cni.borrow().clone().ok()),
             probes: self.probers.borrow().clone(),
             missed: self.missed.borrow().clone(),
             status,
@@ -261,6 +270,9 @@ pub fn render(address: SocketAddr, view: &PodsView, metrics: &str) -> String {
         view.backend,
         view.status.pods.len()
     );
+    if let Some(file) = &view.cni_plugin {
+        let _ = writeln!(out, "CNI plugin installed in {}", file.display());
+    }
     if let Some(probes) = &view.probes {
         let _ = writeln!(
             out,

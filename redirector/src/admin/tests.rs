@@ -35,6 +35,7 @@ fn fixture() -> Fixture {
         pods: pods_view,
         directory: None,
         missed: watch::channel(Vec::new()).1,
+        cni: None,
         probers: watch::channel(Some(probers())).1,
         mesh: mesh_view,
         awaited: awaited_view,
@@ -153,6 +154,35 @@ async fn readiness_follows_the_snapshot_and_not_single_pods() {
     fixture.awaited.send_replace(Vec::new());
     fixture.admin.stopping.cancel();
     assert_eq!(ready().await, (500, "not ready, pending: shutdown\n".to_owned()));
+}
+
+#[tokio::test]
+async fn a_plugin_that_is_not_installed_makes_the_node_unready() {
+    let Fixture { admin, pods, .. } = fixture();
+    pods.send_replace(Status {
+        synced: true,
+        pods: Vec::new(),
+    });
+    let (state, view) = watch::channel(Err("there is no CNI configuration yet".to_owned()));
+    let mut admin = Arc::into_inner(admin).unwrap();
+    admin.cni = Some(view);
+    let shown = || {
+        (
+            admin.readiness().status(),
+            render(([127, 0, 0, 1], 15000).into(), &admin.pods_view(), ""),
+        )
+    };
+    let (status, text) = shown();
+    assert_eq!(status, StatusCode::INTERNAL_SERVER_ERROR);
+    let why = "not ready: CNI plugin not installed yet: there is no CNI configuration yet";
+    assert!(text.contains(why) && !text.contains("installed in"), "{text}");
+    let _ = state.send_replace(Ok("/etc/cni/net.d/10-a.conflist".into()));
+    let (status, text) = shown();
+    assert_eq!(status, StatusCode::OK);
+    assert!(
+        text.contains("CNI plugin installed in /etc/cni/net.d/10-a.conflist"),
+        "{text}"
+    );
 }
 
 #[tokio::test]

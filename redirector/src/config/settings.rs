@@ -83,6 +83,26 @@ settings! {
         iptables_backend: iptables::Backend, [];
     "Socket on which CNI plugins tell of pods [default: /run/redirector/cni.sock]"
         cni_socket: PathBuf, [];
+    "Keep the CNI plugin installed on this node while the agent runs (docs/install.md) [default: false]"
+        cni_install: bool, ["CNI_INSTALL"], switch "true";
+    "The CNI's directory of configurations [default: /etc/cni/net.d]"
+        cni_conf_dir: PathBuf, ["MOUNTED_CNI_NET_DIR"];
+    "The CNI's configuration file that the plugin is chained in; by default the one that the container runtime uses. With \
+     --cni-chained=false the plugin's own, by default YYY-redirector-cni.conf"
+        cni_conf_name: String, ["CNI_CONF_NAME"];
+    "The CNI's directory of binaries [default: /opt/cni/bin]"
+        cni_bin_dir: PathBuf, [];
+    "Chain the plugin after those of the CNI's configuration; else it gets a file of its own, for Multus [default: true]"
+        cni_chained: bool, ["CHAINED_CNI_PLUGIN"], switch "true";
+    "Chain the plugin in a copy of the CNI's configuration that sorts before it, and leave the CNI's own alone [default: false]"
+        cni_owned_config: bool, ["ISTIO_OWNED_CNI_CONFIG"], switch "true";
+    "Name of that copy [default: 02-redirector.conflist]"
+        cni_owned_config_filename: String, ["ISTIO_OWNED_CNI_CONFIG_FILENAME"];
+    "The plugin that is installed; by default redirector-cni beside this program"
+        cni_plugin: PathBuf, [];
+    "The agent's own DaemonSet, in the namespace of its pod: once that is gone or no longer wants this node, an agent that stops \
+     releases its pods and removes the CNI plugin"
+        daemonset: String, [];
     "Directory of the agent's state: records of pods, development CA [default: /run/redirector]"
         state_dir: PathBuf, [];
     "Directory of the bpffs where programs and maps are pinned [default: /sys/fs/bpf/redirector]"

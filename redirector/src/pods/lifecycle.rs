@@ -6,7 +6,10 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap, VecDeque},
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::Duration,
 };
 
@@ -62,8 +65,9 @@ pub struct Config {
     pub strict: bool,
     /// The rules for all pods; what changes in them is put in force.
     pub rules: watch::Receiver<Arc<NodeRules>>,
-    /// Pods are released when the agent stops. Otherwise their capture stays, and they fail closed until an agent is back.
-    pub release_on_exit: bool,
+    /// Pods are released when the agent stops. Otherwise their capture stays, and they fail closed until an agent is back. What
+    /// it is then counts: some agents find out only when they are stopped.
+    pub release_on_exit: Arc<AtomicBool>,
 }
 
 /// The owner of the pod table.
@@ -560,11 +564,8 @@ impl<L: Launch> Lifecycle<L> {
         while let Ok(Some(finished)) = timeout_at(deadline, self.jobs.join_next_with_id()).await {
             self.finished(finished);
         }
-        let Config {
-            shutdown_grace,
-            release_on_exit,
-            ..
-        } = self.config;
+        let shutdown_grace = self.config.shutdown_grace;
+        let release_on_exit = self.config.release_on_exit.load(Ordering::Relaxed);
         info!(pods = self.table.len(), grace = ?shutdown_grace, release_on_exit, "stopping the proxies of all pods");
         let mut stops = JoinSet::new();
         for pod in std::mem::take(&mut self.table)

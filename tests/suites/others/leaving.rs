@@ -241,6 +241,8 @@ fn uninstall_leaves_the_socket_of_another_agent() {
         ("--cni-socket", "cni.sock"),
         ("--state-dir", "another-state"),
         ("--bpffs-dir", "another-bpf"),
+        ("--cni-conf-dir", "net.d"),
+        ("--cni-bin-dir", "cni-bin"),
     ] {
         uninstall.arg(flag).arg(mesh.node.directory().join(file));
     }

@@ -237,7 +237,7 @@ impl Agent {
             check_interval,
             strict: false,
             rules: followed,
-            release_on_exit,
+            release_on_exit: Arc::new(release_on_exit.into()),
         };
         let launch = Surroundings(Arc::clone(&world));
         let redirector = Arc::clone(&world) as Arc<dyn Redirector>;

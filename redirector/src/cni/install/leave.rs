@@ -1,0 +1,203 @@
+//! Whether an agent that stops is to take everything away: it is uninstalled; or to leave all as it is: another comes.
+//!
+//! The API of Kubernetes tells: the agent's DaemonSet is gone, goes, or no longer wants a pod on this node. Who cannot be asked
+//! says nothing, and everything stays: pods that are started meanwhile wait for an agent, and none runs outside the mesh
+//! unnoticed. A refusal counts as an answer only if the same question was answered before: whoever uninstalls takes the agent's
+//! rights away first.
+
+use std::{
+    collections::BTreeMap,
+    sync::atomic::{AtomicBool, Ordering},
+    time::Duration,
+};
+
+use k8s_openapi::api::{apps::v1::DaemonSet, core::v1::Node};
+use kube::{Api, Client};
+use serde::Serialize;
+use tokio::time::{Instant, sleep, timeout, timeout_at};
+use tokio_util::sync::CancellationToken;
+use tracing::{debug, info, warn};
+
+use self::selection::Wanted;
+use crate::{
+    control_plane::{
+        self,
+        kubernetes::{Cluster, Kubernetes},
+    },
+    telemetry::Chain,
+};
+
+mod selection;
+
+/// Time for the answer, retries included. The pods' connections get the rest of what Kubernetes gives an agent that stops.
+const DEADLINE: Duration = Duration::from_secs(5);
+
+/// Time between two tries at the end, and while the agent runs.
+const RETRIES: (Duration, Duration) = (Duration::from_millis(300), Duration::from_secs(30));
+
+/// The agent's own DaemonSet.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Config {
+    /// The cluster it is of.
+    #[serde(serialize_with = "as_text")]
+    pub cluster: Cluster,
+    /// Its namespace.
+    pub namespace: String,
+    /// Its name.
+    pub name: String,
+    /// The node that this agent runs on.
+    pub node: String,
+}
+
+fn as_text<S: serde::Serializer>(cluster: &Cluster, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_str(cluster)
+}
+
+/// Asks for the agent's DaemonSet.
+#[derive(Debug)]
+pub struct Owner {
+    config: Config,
+    kubernetes: Kubernetes,
+    /// It was told of once.
+    was_told: AtomicBool,
+    /// It was not there when this agent began, so the name may be wrong.
+    is_doubtful: AtomicBool,
+}
+
+/// What is known of the DaemonSet.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Answer {
+    /// It is there, and wants a pod on this node.
+    Wanted,
+    /// It goes, or does not want one.
+    Unwanted(String),
+    /// It is not there.
+    Absent,
+    /// We may not ask.
+    Refused(String),
+}
+
+/// Why there is no answer.
+#[derive(Debug, thiserror::Error)]
+enum Failure {
+    #[error("Kubernetes' API cannot be asked")]
+    Setup(#[from] control_plane::Error),
+    #[error("Kubernetes' API does not answer as it should")]
+    Asking(#[from] kube::Error),
+    #[error("Kubernetes' API does not answer in time")]
+    Late,
+}
+
+impl Owner {
+    /// Of this configuration. Asks nothing yet.
+    pub fn new(config: Config) -> Self {
+        Self {
+            kubernetes: Kubernetes::new(config.cluster.clone()),
+            config,
+            was_told: AtomicBool::new(false),
+            is_doubtful: AtomicBool::new(false),
+        }
+    }
+
+    /// Asks until it was there once, or until `stop`, so that a later refusal can be understood.
+    pub async fn learn(&self, stop: &CancellationToken) {
+        let learning = async {
+            loop {
+                match timeout(DEADLINE, self.ask()).await.unwrap_or(Err(Failure::Late)) {
+                    Ok(Answer::Wanted | Answer::Unwanted(_)) => {
+                        self.is_doubtful.store(false, Ordering::Relaxed);
+                        debug!(daemonset = self.config.name, "the agent's DaemonSet is known");
+                        return;
+                    }
+                    Ok(Answer::Absent) if !self.is_doubtful.swap(true, Ordering::Relaxed) => warn!(
+                        daemonset = self.config.name,
+                        namespace = self.config.namespace,
+                        "there is no such DaemonSet: until there is, a stop of this agent is taken for a restart; --daemonset must be \
+                         the name of its own"
+                    ),
+                    Ok(Answer::Absent) => {}
+                    Ok(Answer::Refused(why)) => debug!(why, "the agent's DaemonSet may not be asked for"),
+                    Err(error) => debug!(error = %Chain(&error), "the agent's DaemonSet cannot be asked for"),
+                }
+                sleep(RETRIES.1).await;
+            }
+        };
+        tokio::select! { () = learning => {}, () = stop.cancelled() => {} }
+    }
+
+    /// Whether this agent is stopped for good on this node. Takes some seconds at most.
+    pub async fn is_gone(&self) -> bool {
+        let end = Instant::now() + DEADLINE;
+        let (name, namespace) = (&self.config.name, &self.config.namespace);
+        let error = loop {
+            let answer = timeout_at(end, self.ask()).await.unwrap_or(Err(Failure::Late));
+            let (gone, why) = match answer {
+                Ok(Answer::Wanted) => (false, "it is there and wants a pod on this node".to_owned()),
+                Ok(Answer::Unwanted(why)) => (true, why),
+                Ok(Answer::Absent) if self.is_doubtful.load(Ordering::Relaxed) => (
+                    false,
+                    "it was never there, so --daemonset may be wrong".to_owned(),
+                ),
+                Ok(Answer::Absent) => (true, "it is gone".to_owned()),
+                Ok(Answer::Refused(why)) if self.was_told.load(Ordering::Relaxed) => (
+                    true,
+                    format!("the right to ask for it, which was there, is gone: {why}"),
+                ),
+                Ok(Answer::Refused(why)) => (false, format!("it may not be asked for: {why}")),
+                Err(error) if Instant::now() + RETRIES.0 < end => {
+                    debug!(error = %Chain(&error), "asking again for the agent's DaemonSet");
+                    sleep(RETRIES.0).await;
+                    continue;
+                }
+                Err(error) => break error,
+            };
+            info!(daemonset = name, namespace, why, leaves = gone, "the agent stops");
+            return gone;
+        };
+        info!(daemonset = name, namespace, error = %Chain(&error), leaves = false, "the agent stops");
+        false
+    }
+
+    async fn ask(&self) -> Result<Answer, Failure> {
+        let client = self.kubernetes.client().await?;
+        let api: Api<DaemonSet> = Api::namespaced(client.clone(), &self.config.namespace);
+        let daemonset = match api.get(&self.config.name).await {
+            Ok(daemonset) => daemonset,
+            Err(kube::Error::Api(status)) if status.code == 404 => {
+                return Ok(Answer::Absent);
+            }
+            Err(kube::Error::Api(status)) if [401, 403].contains(&status.code) => {
+                return Ok(Answer::Refused(status.to_string()));
+            }
+            Err(error) => return Err(error.into()),
+        };
+        self.was_told.store(true, Ordering::Relaxed);
+        if daemonset.metadata.deletion_timestamp.is_some() {
+            return Ok(Answer::Unwanted("it is being deleted".to_owned()));
+        }
+        let Some(pod) = daemonset.spec.and_then(|spec| spec.template.spec) else {
+            return Ok(Answer::Wanted);
+        };
+        let wanted = Wanted::of(&pod);
+        if wanted.is_anywhere() {
+            return Ok(Answer::Wanted);
+        }
+        // Without the labels nothing speaks against it.
+        let labels = self.labels(client).await;
+        let unmet = labels.and_then(|labels| wanted.unmet(&self.config.node, &labels));
+        Ok(unmet.map_or(Answer::Wanted, |unmet| {
+            Answer::Unwanted(format!("it does not want this node, which is not {unmet}"))
+        }))
+    }
+
+    async fn labels(&self, client: Client) -> Option<BTreeMap<String, String>> {
+        match Api::<Node>::all(client).get(&self.config.node).await {
+            Ok(node) => Some(node.metadata.labels.unwrap_or_default()),
+            Err(error) => {
+                debug!(error = %Chain(&error), node = self.config.node, "the node's labels are not known");
+                None
+            }
+        }
+    }
+}
