@@ -36,7 +36,7 @@ pub(crate) const NEXT: i32 = TC_ACT_UNSPEC;
 pub(crate) const DROP: i32 = TC_ACT_SHOT as i32;
 
 /// lo has this index in every namespace (`include/net/flow.h`, LOOPBACK_IFINDEX).
-const LOOPBACK_IFINDEX: u32 = 1;
+pub(crate) const LOOPBACK_IFINDEX: u32 = 1;
 
 /// Turns the packet back into the pod: marked, so that it is routed locally, and received by lo.
 #[inline(always)]
