@@ -3,8 +3,8 @@
 use crate::{
     consts::{DIAL_PORT_FIRST, DIAL_PORT_LAST, PORT_DNS, PORT_HBONE},
     maps::{
-        FLAG_BYPASS_INBOUND, FLAG_DNS_CAPTURE, FLAG_LOOKUP_HAS_IFINDEX, FLAG_ONE_MARK, FLAG_RELEASING, Listener,
-        PodEntry, Tag,
+        FLAG_BYPASS_INBOUND, FLAG_DNS_CAPTURE, FLAG_LOOKUP_HAS_IFINDEX, FLAG_ONE_MARK, FLAG_RELEASING,
+        Listener, PodEntry, Tag,
     },
     net::Addr,
     packet::{Parsed, TcpMeta, UdpMeta},
@@ -581,7 +581,11 @@ pub fn lookup<P: Addresses + Rules + Hints + ?Sized>(
     let one_mark = pod.has(FLAG_ONE_MARK);
     if (pod.is_probed() || one_mark) && known.is_for_application(connection) {
         // Ingress has counted which of the two.
-        return Choice::Pass(if one_mark { Counter::LookupProxy } else { Counter::LookupProbe });
+        return Choice::Pass(if one_mark {
+            Counter::LookupProxy
+        } else {
+            Counter::LookupProbe
+        });
     }
     if !pod.has(FLAG_LOOKUP_HAS_IFINDEX) && !one_mark && is_dial_port(*remote_port) {
         // From outside, ingress has given it to 15006 already, and this program is not asked.

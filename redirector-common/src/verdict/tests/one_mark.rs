@@ -14,24 +14,12 @@ fn its_new_connections_leave_and_those_of_nobody_known_do_not() {
     let one_mark = FLAG_ONE_MARK;
     for (what, sender, flags, port, expected) in [
         ("the proxy's", OTHER_PROXY, one_mark, 80, own_one),
-        (
-            "its DNS",
-            OTHER_PROXY,
-            one_mark | FLAG_DNS_CAPTURE,
-            53,
-            own_one,
-        ),
+        ("its DNS", OTHER_PROXY, one_mark | FLAG_DNS_CAPTURE, 53, own_one),
         ("the mark alone", MARKED, one_mark, 80, refused),
         ("an application's", SOCKET, one_mark, 80, CAPTURE),
         ("forwarded in the pod's name", NO_SOCKET, one_mark, 80, CAPTURE),
         ("of a proxy that is not this pod's", OTHER_PROXY, 0, 80, CAPTURE),
-        (
-            "releasing",
-            MARKED,
-            one_mark | FLAG_RELEASING,
-            80,
-            uncaptured,
-        ),
+        ("releasing", MARKED, one_mark | FLAG_RELEASING, 80, uncaptured),
     ] {
         for (source, far) in [(POD_V4, FAR_V4), (POD_V6, FAR_V6)] {
             let packet = tcp(source, 4000, far, port, TCP_SYN);
@@ -96,13 +84,7 @@ fn only_its_dials_to_the_application_leave_a_hint() {
             flags,
             pass,
         ),
-        (
-            "later",
-            tcp(FAR_V4, 4000, POD_V4, 80, TCP_ACK),
-            true,
-            flags,
-            pass,
-        ),
+        ("later", tcp(FAR_V4, 4000, POD_V4, 80, TCP_ACK), true, flags, pass),
         (
             "an answer",
             tcp(FAR_V4, 80, POD_V4, 4000, TCP_SYN | TCP_ACK),
@@ -169,11 +151,7 @@ fn the_lookup_goes_by_the_hint_and_by_no_port() {
                 connection(POD_V4, 80, FAR_V4, 61_000, false),
                 INBOUND,
             ),
-            (
-                "captured",
-                connection(FAR_V4, 7, POD_V4, 4000, true),
-                OUTBOUND,
-            ),
+            ("captured", connection(FAR_V4, 7, POD_V4, 4000, true), OUTBOUND),
         ] {
             let choice = lookup(&connection, &pod(flags), own().as_slice());
             assert_eq!(choice, expected, "{what}");

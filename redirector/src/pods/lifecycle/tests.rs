@@ -16,7 +16,7 @@ use super::{
 };
 use crate::{
     mesh::pod::PodInfo,
-    redirect::{self, Count, Listeners, Marks, PodNetwork, rules::Rules},
+    redirect::{self, Count, Listeners, Marks, PodNetwork, Serving, rules::Rules},
     sys::{interfaces::InterfaceAddress, netns::Netns},
 };
 
@@ -87,7 +87,7 @@ impl Redirector for World {
         unreachable!()
     }
 
-    fn attach(&self, pod: &PodNetwork, _: Listeners<'_>) -> Result<(), redirect::Error> {
+    fn attach(&self, pod: &PodNetwork, _: Serving<'_>) -> Result<(), redirect::Error> {
         {
             let (now, most) = &mut *self.attaching.lock().unwrap();
             *now += 1;
@@ -184,13 +184,13 @@ impl Launch for Surroundings {
         })
     }
 
-    fn listeners<'a>(&self, proxy: &'a Proxy) -> Listeners<'a> {
+    fn serving<'a>(&self, proxy: &'a Proxy) -> Serving<'a> {
         let socket = proxy.socket.as_fd();
-        Listeners {
+        Serving::Own(Listeners {
             outbound: socket,
             inbound: socket,
             hbone: socket,
-        }
+        })
     }
 
     fn set_strict(&self, proxy: &Proxy, strict: bool) {
