@@ -11,6 +11,7 @@ use std::{
     net::{Ipv4Addr, SocketAddr},
     os::unix::fs::DirBuilderExt,
     path::{Path, PathBuf},
+    pin::Pin,
     sync::Arc,
 };
 
@@ -18,7 +19,7 @@ use prometheus_client::registry::Registry;
 use tokio::{
     net::TcpListener,
     signal::unix::{Signal, SignalKind, signal},
-    sync::{mpsc, watch},
+    sync::{Notify, mpsc, watch},
     task::JoinSet,
     time::{Duration, timeout},
 };
@@ -53,12 +54,15 @@ use crate::{
     pods::{
         PodEvent,
         cni_server::{self, CniServer, ServiceAccounts},
+        launch::Launch,
         launch::PodProxies,
         lifecycle::{self, Lifecycle},
+        others::OtherProxies,
         records::{self, Records},
         restore,
         rules::{self, NodeRules, RulesFile},
         status, zds,
+        zds_server::{self, Proxies, ZdsServer},
     },
     proxy::{self, Shared},
     redirect::{self, Redirector, ebpf, iptables, moved::Moved, none::NoRedirect},
@@ -145,6 +149,9 @@ pub enum Error {
     /// The CNI socket.
     #[error("cannot serve the CNI socket")]
     CniSocket(#[source] cni_server::BindError),
+    /// The ZDS socket.
+    #[error("cannot serve the ZDS socket")]
+    ZdsSocket(#[source] zds_server::BindError),
     /// The workload file.
     #[error("cannot use the workload file")]
     Workloads(#[source] discovery::Error),
@@ -177,6 +184,12 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
 
     let endpoints = Endpoints::bind(&config).await?;
     let pod_source = BoundSource::bind(&config.pods)?;
+    let look = Arc::new(Notify::new());
+    let proxies = Arc::new(Proxies::new(Arc::clone(&look)));
+    let others = match &config.ztunnel_uds {
+        Some(path) => Some(ZdsServer::bind(path, Arc::clone(&proxies)).map_err(Error::ZdsSocket)?),
+        None => None,
+    };
     make_state_dir(&config)?;
     let _state = lock(&config.state_dir, "--state-dir")?;
     let records = Records::open(&config.state_dir).map_err(Error::Records)?;
@@ -234,7 +247,6 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
     });
     let pod_metrics = status::Metrics::default();
     pod_metrics.register(&mut registry);
-    let launch = PodProxies::new(shared, config.trust_domain.clone());
     let settings = lifecycle::Config {
         node: process::node_namespaces().map_err(|source| Error::System {
             operation: "open the node's network namespace",
@@ -243,15 +255,33 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
         release_grace: config.release_grace.0,
         shutdown_grace: config.shutdown_grace.0,
         check_interval: CHECK_INTERVAL,
+        look,
         release_on_exit: config.release_on_exit,
         strict: config.strict,
         rules: start_rules(&config, &redirector, &mut tasks, &serving)?,
     };
     let backend = redirector.name();
     tasks.spawn(upkeep.run(serving.clone()));
-    let (lifecycle, pods) = Lifecycle::new(launch, redirector, records.clone(), settings, pod_metrics);
-
     let (quit, stopping) = (CancellationToken::new(), CancellationToken::new());
+    // What takes and carries out events: ended first.
+    let (events, receiver) = mpsc::channel(EVENTS);
+    let table = Table {
+        redirector,
+        records: records.clone(),
+        settings,
+        metrics: pod_metrics,
+        events: receiver,
+        stop: stopping.clone(),
+    };
+    let (lifecycle, pods) = match others {
+        Some(server) => {
+            // Before the first proxy comes: it goes on with the pods that an earlier agent has told it of.
+            proxies.expect(records.uids().map_err(Error::Records)?);
+            tasks.spawn(server.run(serving.clone()));
+            table.of(OtherProxies::new(proxies))
+        }
+        None => table.of(PodProxies::new(shared, config.trust_domain.clone())),
+    };
     let admin = Arc::new(Admin {
         pods,
         probers,
@@ -268,9 +298,7 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
     endpoints.serve(&admin, &mut tasks, &serving);
     tasks.spawn(release_memory(serving.clone()));
 
-    // What takes and carries out events: ended first.
-    let (events, receiver) = mpsc::channel(EVENTS);
-    let mut lifecycle = tokio::spawn(lifecycle.run(receiver, stopping.clone()));
+    let mut lifecycle = tokio::spawn(lifecycle);
     let mut sources = JoinSet::new();
     sources.spawn(pod_source.run(records, events, (mesh, config.home()), stopping.clone()));
     info!(backend, "agent started");
@@ -305,6 +333,38 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
     end(tasks).await;
     info!("agent stopped");
     result
+}
+
+/// What the pod table is made of, whoever the proxies are.
+struct Table {
+    redirector: Arc<dyn Redirector>,
+    records: Records,
+    settings: lifecycle::Config,
+    metrics: status::Metrics,
+    events: mpsc::Receiver<PodEvent>,
+    stop: CancellationToken,
+}
+
+impl Table {
+    /// The table's task, and a view of it.
+    fn of<L: Launch>(
+        self,
+        launch: L,
+    ) -> (
+        Pin<Box<dyn Future<Output = ()> + Send>>,
+        watch::Receiver<status::Status>,
+    ) {
+        let Self {
+            redirector,
+            records,
+            settings,
+            metrics,
+            events,
+            stop,
+        } = self;
+        let (lifecycle, pods) = Lifecycle::new(launch, redirector, records, settings, metrics);
+        (Box::pin(lifecycle.run(events, stop)), pods)
+    }
 }
 
 async fn end(mut tasks: JoinSet<()>) {

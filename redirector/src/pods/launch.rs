@@ -35,7 +35,7 @@ pub struct NewPod {
 /// A pod's surroundings.
 pub trait Launch: Send + Sync + 'static {
     /// A running proxy.
-    type Proxy: Send + 'static;
+    type Proxy: Send + Sync + 'static;
 
     /// All addresses in a namespace. Blocking.
     fn addresses(&self, netns: &Netns) -> io::Result<Vec<InterfaceAddress>>;

@@ -18,6 +18,7 @@ use crate::{
 pub mod cni_server;
 pub mod launch;
 pub mod lifecycle;
+pub mod others;
 pub mod records;
 pub mod restore;
 pub mod rules;
@@ -26,6 +27,7 @@ pub mod wire;
 mod work;
 pub mod zds;
 mod zds_proto;
+pub mod zds_server;
 
 /// A pod that is to be captured.
 #[derive(Debug, Clone)]
@@ -156,6 +158,15 @@ pub enum Error {
     /// The proxy did not start.
     #[error("cannot start the proxy in the pod")]
     Start(#[source] proxy::StartError),
+    /// A proxy that is another process does not serve the pod.
+    #[error("no proxy serves the pod")]
+    OtherProxy(#[source] zds_server::Error),
+    /// What only this agent's own proxy can do.
+    #[error(
+        "the rules want the pod to be strict, which a proxy that is another process (--ztunnel-uds) is not told: leave it to the mesh's \
+         policies (PeerAuthentication)"
+    )]
+    StrictByAnother,
     /// The backend could not attach.
     #[error("cannot capture the pod's traffic")]
     Attach(#[source] redirect::Error),

@@ -235,6 +235,7 @@ impl Agent {
             release_grace: Duration::ZERO,
             shutdown_grace: Duration::from_secs(5),
             check_interval,
+            look: Arc::default(),
             strict: false,
             rules: followed,
             release_on_exit,
