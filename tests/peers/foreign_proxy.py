@@ -5,7 +5,7 @@ Usage: foreign_proxy.py SOCKET [serve]      serves the pods it is told of
        foreign_proxy.py SOCKET garbage      says what is no hello
        foreign_proxy.py SOCKET mute         says hello and answers nothing
        foreign_proxy.py SOCKET unasked      answers twice
-       foreign_proxy.py SOCKET storm        connects and goes, two hundred times
+       foreign_proxy.py SOCKET storm        connects and goes, forty times
 
 `serve` has three transparent listeners in each pod: 15001, whose connections go on to where they wanted to go; 15006, whose connections
 go on to the application in the client's name; and 15008, which closes them. It prints what it is asked and what it passes on.
@@ -235,7 +235,7 @@ def serve():
 
 def hostile(behaviour):
     if behaviour == "storm":
-        for _ in range(200):
+        for _ in range(40):
             connect().close()
         say("done")
         return

@@ -2,11 +2,12 @@
 //! one in Python, and another agent of ours. Both families, three ways to attach.
 
 use std::{
-    fs,
-    io::{Read as _, Write as _},
-    net::SocketAddr,
+    io::{self, Read as _, Write as _},
+    net::{SocketAddr, TcpStream},
     path::{Path, PathBuf},
     process::ExitCode,
+    thread,
+    time::{Duration, Instant},
 };
 
 use nix::sys::signal::Signal;
@@ -49,7 +50,7 @@ fn main() -> ExitCode {
             "without_a_proxy_no_pod_is_captured",
             without_a_proxy_no_pod_is_captured,
         ),
-        case("what_it_has_open_leaves_with_it", what_it_has_open_leaves_with_it),
+        case("what_it_has_open_ends_with_it", what_it_has_open_ends_with_it),
         case(
             "pods_that_are_released_are_as_before",
             pods_that_are_released_are_as_before,
@@ -221,7 +222,7 @@ fn what_it_cannot_reach_is_told(family: Family, options: Options) {
 }
 
 /// Connects with a mark.
-fn ask_marked(from: &Pod, family: Family, to: SocketAddr, mark: u32) -> std::io::Result<String> {
+fn ask_marked(from: &Pod, family: Family, to: SocketAddr, mark: u32) -> io::Result<String> {
     from.ns.run(|| {
         let domain = if family == Family::V4 {
             Domain::IPV4
@@ -423,29 +424,57 @@ fn without_a_proxy_no_pod_is_captured() {
     scene.talk(Family::V4);
 }
 
-fn what_it_has_open_leaves_with_it() {
-    let (scene, mut proxy) = Scene::served(Options::default());
-    let [_, server] = &scene.pods;
-    for family in Family::BOTH {
-        // The application speaks on when its client, the proxy, is gone.
-        let _app = App::start(&server.ns, (family.any(), PORT + 2).into(), app::echo);
-        let mut open = app::connect(&scene.node.outside.ns, server.addr(family, PORT + 2)).unwrap();
-        open.write_all(b"x").unwrap();
-        open.read_exact(&mut [0]).unwrap();
-        let capture = scene.node.capture(server);
-        if family == Family::V6 {
-            proxy.signal(Signal::SIGKILL);
-            proxy.wait(wait::DEADLINE).expect("a killed process ends");
-            let mut rest = Vec::new();
-            let _ = open.read_to_end(&mut rest);
-            assert!(rest.is_empty(), "{rest:?}");
-        }
-        drop(open);
-        let _ = capture.stop();
+/// Answers what came, and speaks on until it is told not to.
+fn speaks_on(mut stream: TcpStream, _peer: SocketAddr) -> io::Result<()> {
+    stream.read_exact(&mut [0])?;
+    let begin = Instant::now();
+    while begin.elapsed() < wait::DEADLINE {
+        stream.write_all(b"still here")?;
+        thread::sleep(Duration::from_millis(20));
     }
-    let metrics = scene.agent.metrics();
-    let uncaptured = verdicts(&metrics, &server.uid, "egress", "uncaptured");
-    assert_eq!(uncaptured, 0.0, "an answer of the application's has left the pod");
+    Ok(())
+}
+
+/// What the application has open by the proxy's dial ends with the proxy: none of it goes on to the client past it.
+fn what_it_has_open_ends_with_it() {
+    for family in Family::BOTH {
+        let (scene, mut proxy) = Scene::served(Options::default());
+        let [_, server] = &scene.pods;
+        let port = PORT + 2;
+        let _app = App::start(&server.ns, (family.any(), port).into(), speaks_on);
+        let capture = scene.node.capture(server);
+        let mut open = app::connect(&scene.node.outside.ns, server.addr(family, port)).unwrap();
+        open.write_all(b"x").unwrap();
+        open.read_exact(&mut [0; 10]).unwrap();
+        let client = open.local_addr().unwrap();
+        proxy.signal(Signal::SIGKILL);
+        proxy.wait(wait::DEADLINE).expect("a killed process ends");
+        // It ends, by whatever sign.
+        let _ = open.read_to_end(&mut Vec::new());
+        let application = |local: &str| local.contains(&format!(":{port:04X} "));
+        wait::until("the application's connection to end", || {
+            let tables = ["tcp", "tcp6"].map(|table| server.ns.proc_net(table).unwrap());
+            let established =
+                |line: &&str| application(line) && line.split_ascii_whitespace().nth(3) == Some("01");
+            (!tables
+                .iter()
+                .flat_map(|table| table.lines())
+                .any(|line| established(&line)))
+            .then_some(())
+        });
+        let segments = capture.stop();
+        assert!(
+            segments
+                .iter()
+                .any(|segment| segment.dst == client && !segment.payload.is_empty())
+        );
+        for segment in segments.iter().filter(|segment| segment.src.port() == port) {
+            assert_eq!(
+                segment.dst, client,
+                "an answer to the proxy's dial has left the pod: {segment:?}"
+            );
+        }
+    }
 }
 
 fn pods_that_are_released_are_as_before() {
@@ -502,5 +531,4 @@ fn another_agent_of_ours_serves() {
         });
         scene.talk(family);
     }
-    let _ = fs::metadata(directory);
 }
