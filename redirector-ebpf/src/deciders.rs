@@ -165,7 +165,7 @@ pub fn redir_in_decide(ctx: TcContext) -> i32 {
     let parsed = packet::parse(&skb);
     let observe = pod.entry.has(FLAG_OBSERVE);
     // By reference, as in `untagged`.
-    let mut verdict = if skb.interface() == LOOPBACK_IFINDEX {
+    let mut verdict = if pod.entry.has(FLAG_ONE_MARK) && skb.interface() == LOOPBACK_IFINDEX {
         let has_proxy_mark = skb.mark() & MARK_MASK == MARK_PROXY.0;
         verdict::ingress_of_lo(&parsed, has_proxy_mark, pod.entry, &pod)
     } else {

@@ -18,6 +18,7 @@ use redirector_tests::{
     capture::opened_ports,
     cgroup::{self, Cgroup},
     counters::verdicts,
+    footprint::Footprint,
     mesh::{PORT, refused},
     node::{Family, Node, Pod},
     process::{Process, command},
@@ -56,6 +57,10 @@ fn main() -> ExitCode {
             pods_that_are_released_are_as_before,
         ),
         case("another_agent_of_ours_serves", another_agent_of_ours_serves),
+        case(
+            "the_agents_own_proxy_takes_its_place_and_gives_it_back",
+            the_agents_own_proxy_takes_its_place_and_gives_it_back,
+        ),
     ]);
     suite(Needs::Agent, 2, cases)
 }
@@ -71,10 +76,7 @@ impl Scene {
     fn start(mut options: Options) -> Self {
         let node = Node::new();
         let pods = ["client", "server"].map(|name| node.pod(name));
-        let socket = node.directory().join("ztunnel.sock");
-        options
-            .arguments
-            .extend(["--ztunnel-uds".to_owned(), socket.display().to_string()]);
+        options.arguments.extend(arguments(&node));
         let agent = Agent::start(&node, &Workloads::hbone(&pods), options);
         Self { agent, pods, node }
     }
@@ -88,8 +90,12 @@ impl Scene {
         (scene, proxy)
     }
 
+    fn arguments(&self) -> [String; 2] {
+        arguments(&self.node)
+    }
+
     fn socket(&self) -> PathBuf {
-        self.node.directory().join("ztunnel.sock")
+        socket(&self.node)
     }
 
     fn python(&self, arguments: &[&str]) -> std::process::Command {
@@ -125,6 +131,15 @@ impl Scene {
             }
         });
     }
+}
+
+fn socket(node: &Node) -> PathBuf {
+    node.directory().join("ztunnel.sock")
+}
+
+/// What makes an agent speak ZDS.
+fn arguments(node: &Node) -> [String; 2] {
+    ["--ztunnel-uds".to_owned(), socket(node).display().to_string()]
 }
 
 fn says(process: &Process, text: &str) {
@@ -494,6 +509,47 @@ fn pods_that_are_released_are_as_before() {
         scene.agent.enrol(server);
         scene.talk(Family::V6);
         assert_ne!(passed(&proxy), before);
+    }
+}
+
+/// What of ours is on lo of a pod.
+fn on_lo(pod: &Pod) -> usize {
+    let found = Footprint::of(&pod.ns);
+    let sections = ["tcx lo ", "tc filter show dev lo "];
+    let lines = sections.iter().flat_map(|section| found.section(section));
+    lines.filter(|line| line.contains("redir_")).count()
+}
+
+/// The agent's own proxy takes the pods over from it and gives them back, and nothing of how it was told is left on lo.
+fn the_agents_own_proxy_takes_its_place_and_gives_it_back() {
+    for options in [Options::default(), Options::old_kernel()] {
+        let (mut scene, mut proxy) = Scene::served(options.clone());
+        scene.talk(Family::V4);
+        let with = scene.arguments();
+        assert!(scene.pods.iter().all(|pod| on_lo(pod) == 1));
+        scene.agent.stop();
+        proxy.signal(Signal::SIGKILL);
+        proxy.wait(wait::DEADLINE).expect("a killed process ends");
+        scene.agent.restart_with(&scene.node, options.clone());
+        scene.with_app(Family::V6, |addr| {
+            let [client, server] = &scene.pods;
+            let capture = scene.node.capture(server);
+            app::ask_who(&client.ns, addr).unwrap();
+            assert_eq!(opened_ports(&capture.stop()), [15008]);
+        });
+        assert!(scene.pods.iter().all(|pod| on_lo(pod) == 0));
+        scene.agent.stop();
+        let mut options = options;
+        options.arguments.extend(with);
+        let mut proxy = scene.proxy("two");
+        scene.agent.restart_with(&scene.node, options);
+        says(&proxy, "snapshot");
+        scene.with_app(Family::V4, |addr| {
+            let [client, _] = &scene.pods;
+            wait::until("the pods to be served", || app::ask_who(&client.ns, addr).ok());
+        });
+        scene.talk(Family::V6);
+        assert!(proxy.ended().is_none());
     }
 }
 

@@ -212,6 +212,7 @@ struct Agent {
     events: mpsc::Sender<PodEvent>,
     rules: watch::Sender<Arc<NodeRules>>,
     status: watch::Receiver<Status>,
+    look: Arc<Notify>,
     stop: CancellationToken,
     task: JoinHandle<()>,
     state: tempfile::TempDir,
@@ -230,12 +231,13 @@ impl Agent {
         let records = Records::open(state.path()).unwrap();
         let world = Arc::new(World::default());
         let (rules, followed) = watch::channel(Arc::default());
+        let look = Arc::new(Notify::new());
         let config = Config {
             node: vec![NetnsId { dev: 0, ino: NODE }],
             release_grace: Duration::ZERO,
             shutdown_grace: Duration::from_secs(5),
             check_interval,
-            look: Arc::default(),
+            look: Arc::clone(&look),
             strict: false,
             rules: followed,
             release_on_exit,
@@ -253,6 +255,7 @@ impl Agent {
             events,
             rules,
             status,
+            look,
             stop,
             task,
             state,
