@@ -1,7 +1,7 @@
 //! Pod lifecycle: events in, captured pods out.
 //!
 //! Sources of events ([`cni_server`], [`zds`], [`restore`]) send [`PodEvent`]s; [`lifecycle`] carries them out and answers
-//! each. What a captured pod's connections do is `proxy`'s matter, how they get there `redirect`'s.
+//! each, with proxies of this agent's ([`launch`]) or of other processes ([`others`], over [`zds_server`]). What a captured pod's connections do is `proxy`'s matter, how they get there `redirect`'s.
 
 use std::{io, net::IpAddr, path::PathBuf, sync::Arc};
 
