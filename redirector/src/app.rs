@@ -4,6 +4,7 @@
 //! touches no pod of the first, and served last, when the pods of an earlier agent are back. Stop: not ready, no new events,
 //! proxies drain, the rest.
 
+mod table;
 mod upkeep;
 
 use std::{
@@ -11,7 +12,6 @@ use std::{
     net::{Ipv4Addr, SocketAddr},
     os::unix::fs::DirBuilderExt,
     path::{Path, PathBuf},
-    pin::Pin,
     sync::Arc,
 };
 
@@ -26,7 +26,7 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info, warn};
 
-use self::upkeep::Upkeep;
+use self::{table::Table, upkeep::Upkeep};
 use crate::{
     admin::{Admin, Endpoint},
     config::{Config, MeshSource, PodSource, planes::Certificates, values::Redirect},
@@ -54,9 +54,8 @@ use crate::{
     pods::{
         PodEvent,
         cni_server::{self, CniServer, ServiceAccounts},
-        launch::Launch,
         launch::PodProxies,
-        lifecycle::{self, Lifecycle},
+        lifecycle,
         others::OtherProxies,
         records::{self, Records},
         restore,
@@ -275,6 +274,7 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
     };
     let (lifecycle, pods) = match others {
         Some(server) => {
+            proxies.register_metrics(&mut registry);
             // Before the first proxy comes: it goes on with the pods that an earlier agent has told it of.
             proxies.expect(records.uids().map_err(Error::Records)?);
             tasks.spawn(server.run(serving.clone()));
@@ -333,38 +333,6 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
     end(tasks).await;
     info!("agent stopped");
     result
-}
-
-/// What the pod table is made of, whoever the proxies are.
-struct Table {
-    redirector: Arc<dyn Redirector>,
-    records: Records,
-    settings: lifecycle::Config,
-    metrics: status::Metrics,
-    events: mpsc::Receiver<PodEvent>,
-    stop: CancellationToken,
-}
-
-impl Table {
-    /// The table's task, and a view of it.
-    fn of<L: Launch>(
-        self,
-        launch: L,
-    ) -> (
-        Pin<Box<dyn Future<Output = ()> + Send>>,
-        watch::Receiver<status::Status>,
-    ) {
-        let Self {
-            redirector,
-            records,
-            settings,
-            metrics,
-            events,
-            stop,
-        } = self;
-        let (lifecycle, pods) = Lifecycle::new(launch, redirector, records, settings, metrics);
-        (Box::pin(lifecycle.run(events, stop)), pods)
-    }
 }
 
 async fn end(mut tasks: JoinSet<()>) {

@@ -294,9 +294,16 @@ fn its_mark_alone_lets_nothing_out(family: Family, options: Options) {
 fn another_takes_over_and_gives_back() {
     let (scene, old) = Scene::served(Options::default());
     let [client, _] = &scene.pods;
+    let connected = || {
+        let samples = scene.agent.metrics();
+        let found = samples.iter().find(|sample| sample.name == "ztunnel_connected");
+        found.expect("an agent with a ZDS socket has it").value
+    };
+    assert_eq!(connected(), 1.0);
     scene.talk(Family::V4);
     let mut new = scene.proxy("two");
     says(&new, "snapshot");
+    assert_eq!(connected(), 2.0);
     // Both listen on the same ports. The newest has them as soon as it knows all pods.
     scene.with_app(Family::V4, |addr| {
         wait::until("the newest to have the connections", || {

@@ -10,6 +10,7 @@ use std::{
 };
 
 use futures_util::future::join_all;
+use prometheus_client::{metrics::gauge::Gauge, registry::Registry};
 use prost::Message as _;
 use tokio::{
     sync::{Notify, mpsc, oneshot, watch},
@@ -72,6 +73,8 @@ pub struct Proxies {
     synced: watch::Sender<u64>,
     /// Told when captured pods are to be looked at.
     look: Arc<Notify>,
+    /// How many proxies are connected.
+    connected: Gauge,
 }
 
 #[derive(Debug, Default)]
@@ -188,7 +191,14 @@ impl Proxies {
             state: Mutex::default(),
             synced: watch::channel(0).0,
             look,
+            connected: Gauge::default(),
         }
+    }
+
+    /// Registers the metric of the proxies, by istio-cni's name.
+    pub fn register_metrics(&self, registry: &mut Registry) {
+        let help = "Proxies that are connected to the ZDS socket and have said hello";
+        registry.register("ztunnel_connected", help, self.connected.clone());
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -311,7 +321,7 @@ impl Proxies {
     pub(super) fn unregister(&self, id: u64) {
         let mut state = self.state();
         state.connections.retain(|connection| connection.id != id);
-        state.tell_peers();
+        self.tell_peers(&mut state);
         drop(state);
         // What listens now may be another's.
         self.look.notify_one();
@@ -326,7 +336,12 @@ impl Proxies {
         {
             change(connection);
         }
+        self.tell_peers(&mut state);
+    }
+
+    fn tell_peers(&self, state: &mut State) {
         state.tell_peers();
+        self.connected.set(state.peers.len() as i64);
     }
 
     /// A pod of which a connection has been told nothing, or what is true no more.
