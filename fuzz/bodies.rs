@@ -16,7 +16,7 @@ use redirector::{
         route,
         spiffe::SpiffeId,
     },
-    pods::{wire::Event, zds},
+    pods::{wire::Event, zds, zds_server},
     proxy::{
         baggage::{BAGGAGE, MAX_VALUE, Told},
         proxy_protocol,
@@ -144,8 +144,11 @@ fn pod_event(bytes: &[u8]) {
 
 /// A message of a node agent.
 fn zds_message(bytes: &[u8]) {
-    if let Err(error) = zds::check(bytes) {
-        assert!(!error.is_empty());
+    // A request that comes to us, and an answer.
+    for checked in [zds::check(bytes), zds_server::check(bytes)] {
+        if let Err(error) = checked {
+            assert!(!error.is_empty());
+        }
     }
 }
 

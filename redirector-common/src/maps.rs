@@ -13,6 +13,7 @@
 //! | `COUNTERS`  | per-CPU array      | build  | [`counter_index`]                                | packets (u64)       |
 //! | `DECIDERS`  | program array      | build  | [`Decider`]                                      | program             |
 //! | `PROBERS`   | hash               | build  | id of a cgroup, or [`crate::probes::ANY_OF_NODE`] | 1 (u32)            |
+//! | `PROXIES`   | hash               | build  | id of a cgroup, or [`ANY_WITH_MARK`]             | 1 (u32)             |
 //! | `HINTS`     | LRU hash           | build  | [`crate::probes::Ends`]                          | when left, in ns (u64) |
 //! | `TAGS`      | socket storage     | node   | socket                                           | [`Tag`] (u32)       |
 
@@ -38,6 +39,8 @@ pub const COUNTERS: &str = "COUNTERS";
 pub const DECIDERS: &str = "DECIDERS";
 /// Name of the set of cgroups that probe.
 pub const PROBERS: &str = "PROBERS";
+/// Name of the set of cgroups of proxies that other processes are.
+pub const PROXIES: &str = "PROXIES";
 /// Name of the hints that ingress leaves for the socket lookup.
 pub const HINTS: &str = "HINTS";
 /// Name of the socket tags.
@@ -61,6 +64,10 @@ pub const MAX_POD_RULES: usize = 512;
 pub const MAX_ALL_RULES: usize = 2 * MAX_POD_RULES * MAX_SLOTS;
 /// Most cgroups whose processes may probe.
 pub const MAX_PROBERS: usize = 16;
+/// Most cgroups of proxies that other processes are: two while one takes over from another.
+pub const MAX_PROXIES: usize = 16;
+/// In the set of the proxies' cgroups: the mark alone will do. No cgroup has this id.
+pub const ANY_WITH_MARK: u64 = 0;
 /// Most hints. One is needed for some microseconds; a full map forgets the oldest, whose probe is then captured. Each CPU keeps a
 /// hundred free places for itself.
 pub const MAX_HINTS: usize = 8192;
@@ -162,6 +169,8 @@ pub const FLAG_RELEASING: u32 = 1 << 2;
 pub const FLAG_BYPASS_INBOUND: u32 = 1 << 3;
 /// The pod's DNS goes to the listeners of port 15053.
 pub const FLAG_DNS_CAPTURE: u32 = 1 << 4;
+/// The pod's proxy is another process, whose sockets all have one mark, [`crate::consts::MARK_PROXY`], and are otherwise not told.
+pub const FLAG_ONE_MARK: u32 = 1 << 5;
 
 impl PodEntry {
     /// Whether all bits of `flag` are set.

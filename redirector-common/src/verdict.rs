@@ -3,8 +3,8 @@
 use crate::{
     consts::{DIAL_PORT_FIRST, DIAL_PORT_LAST, PORT_DNS, PORT_HBONE},
     maps::{
-        FLAG_BYPASS_INBOUND, FLAG_DNS_CAPTURE, FLAG_LOOKUP_HAS_IFINDEX, FLAG_RELEASING, Listener, PodEntry,
-        Tag,
+        FLAG_BYPASS_INBOUND, FLAG_DNS_CAPTURE, FLAG_LOOKUP_HAS_IFINDEX, FLAG_ONE_MARK, FLAG_RELEASING,
+        Listener, PodEntry, Tag,
     },
     net::Addr,
     packet::{Parsed, TcpMeta, UdpMeta},
@@ -76,6 +76,8 @@ pub enum Counter {
     /// Egress: a packet of such a connection that was forwarded all the same, for want of the rule that delivers it: a SYN is
     /// answered with RST, what comes later is dropped.
     EgressUndelivered = 29,
+    /// Ingress of lo: another process's dial, as the pod's proxy, to the application.
+    IngressDialled = 30,
 }
 
 /// The three programs, as a counter's label.
@@ -102,7 +104,7 @@ impl Program {
 
 impl Counter {
     /// All counters, in the order of the map.
-    pub const ALL: [Self; 30] = [
+    pub const ALL: [Self; 31] = [
         Self::EgressCaptured,
         Self::EgressTurnedBack,
         Self::EgressProxy,
@@ -133,6 +135,7 @@ impl Counter {
         Self::IngressRerouted,
         Self::IngressReroutedLater,
         Self::EgressUndelivered,
+        Self::IngressDialled,
     ];
 
     /// Which program counts it, and under what name.
@@ -168,6 +171,7 @@ impl Counter {
             Self::IngressRerouted => (Program::Ingress, "rerouted"),
             Self::IngressReroutedLater => (Program::Ingress, "rerouted_later"),
             Self::EgressUndelivered => (Program::Egress, "undelivered"),
+            Self::IngressDialled => (Program::Ingress, "dialled"),
         }
     }
 }
@@ -193,6 +197,8 @@ pub enum Egress {
     TurnBack(Counter),
     /// A new connection: its socket is tagged and the packet turned back to this listener, or refused without it.
     Capture(Listener),
+    /// A new connection of a proxy that another process is: its socket is tagged, and it leaves.
+    Own,
     /// A DNS query by UDP: turned back to this listener, or dropped without it.
     CaptureDns(Listener),
     /// A new connection that can't be captured and must not leave: it is refused.
@@ -209,6 +215,8 @@ pub struct Sender {
     pub has_socket: bool,
     /// The packet has the proxy's mark. Applications with CAP_NET_ADMIN can set it too, so it never lets a SYN out.
     pub has_proxy_mark: bool,
+    /// It has that mark, and was sent from the cgroup of a proxy that another process is. Only looked at with [`FLAG_ONE_MARK`].
+    pub is_other_proxy: bool,
     /// It arrived from behind the pod and was marked for delivery here ([`Ingress::Reroute`], [`Ingress::AskFarEnd`]), and is on its way
     /// out all the same.
     pub is_undelivered: bool,
@@ -262,6 +270,15 @@ pub fn egress<P: Addresses + Rules + ?Sized>(
         if pod.has(FLAG_RELEASING) {
             return Egress::Pass(Counter::EgressUncaptured);
         }
+        // With the mark alone it could be the proxy's all the same, of a cgroup that is not known yet: captured, it would be dialled
+        // for ever.
+        if pod.has(FLAG_ONE_MARK) && sender.has_proxy_mark {
+            return if sender.is_other_proxy {
+                Egress::Own
+            } else {
+                Egress::Refuse(Counter::EgressRefused)
+            };
+        }
         // DNS has a switch of its own, and the rules are about the rest.
         if dns_is_captured(tcp.destination_port, pod)
             && (sender.has_socket || known.owns(&tcp.source))
@@ -289,7 +306,9 @@ pub fn egress<P: Addresses + Rules + ?Sized>(
             Egress::Pass(Counter::EgressUncaptured)
         };
     }
-    if sender.has_proxy_mark {
+    // Where all of the proxy's sockets have one mark, the application's have it too: those that were accepted from the proxy's dial
+    // (`net.ipv4.tcp_fwmark_accept`), and resets of it (`fwmark_reflect`).
+    if sender.has_proxy_mark && !pod.has(FLAG_ONE_MARK) {
         return Egress::Pass(Counter::EgressProxy);
     }
     Egress::AskSocketTable
@@ -306,6 +325,9 @@ const fn dns_is_captured(port: u16, pod: &PodEntry) -> bool {
 fn egress_udp<P: Addresses + ?Sized>(udp: &UdpMeta, sender: Sender, pod: &PodEntry, known: &P) -> Egress {
     if !dns_is_captured(udp.destination_port, pod) || pod.has(FLAG_RELEASING) {
         return Egress::Pass(Counter::EgressOther);
+    }
+    if pod.has(FLAG_ONE_MARK) && sender.is_other_proxy {
+        return Egress::Pass(Counter::EgressProxy);
     }
     // Nobody could answer in the name of an address that is good on one interface only.
     if udp.destination.is_loopback() || udp.destination.is_v6_link_local() {
@@ -347,6 +369,8 @@ pub enum Ingress {
     AskOrigin,
     /// It is a probe of the node's: the lookup is to leave it alone.
     Probe,
+    /// It is the dial to the application of a proxy that another process is: the lookup is left a hint.
+    Dialled,
     /// It is a new connection from behind the pod to elsewhere: it is marked, so that it is delivered here and 15001 gets it.
     Reroute,
     /// It is a later packet from behind the pod to elsewhere: it is delivered here if the pod has a socket at its far end, since
@@ -379,6 +403,29 @@ pub fn reroute<P: Addresses + Rules + ?Sized>(tcp: &TcpMeta, pod: &PodEntry, kno
         return Some(Ingress::Pass(Counter::IngressNew));
     }
     Some(Ingress::Reroute)
+}
+
+/// Ingress of lo, in a pod with [`FLAG_ONE_MARK`]: what the pod sends to itself, and what egress has turned back. Nothing from outside
+/// comes this way, and nothing is held up.
+#[inline(always)]
+pub fn ingress_of_lo<P: Addresses + ?Sized>(
+    parsed: &Parsed,
+    has_proxy_mark: bool,
+    pod: &PodEntry,
+    known: &P,
+) -> Ingress {
+    match parsed {
+        Parsed::Tcp(tcp)
+            if has_proxy_mark
+                && pod.has(FLAG_ONE_MARK)
+                && tcp.is_initial_syn()
+                && known.owns(&tcp.destination)
+                && !known.owns(&tcp.source) =>
+        {
+            Ingress::Dialled
+        }
+        _ => Ingress::Pass(Counter::IngressOther),
+    }
 }
 
 /// Whether an inbound connection is left alone, by the pod's rules or altogether.
@@ -416,10 +463,11 @@ pub fn ingress<P: Addresses + Rules + ?Sized>(parsed: &Parsed, pod: &PodEntry, k
     if hbone || !known.owns(&tcp.destination) {
         return Ingress::Pass(Counter::IngressNew);
     }
-    if is_dial_port(tcp.source_port) {
+    if is_dial_port(tcp.source_port) && !pod.has(FLAG_ONE_MARK) {
         return Ingress::AskSocketTable;
     }
-    if pod.is_probed() {
+    // A hint of such a proxy's dial with the same ends may be left, and must not serve this one.
+    if pod.is_probed() || pod.has(FLAG_ONE_MARK) {
         return Ingress::AskOrigin;
     }
     Ingress::Pass(Counter::IngressNew)
@@ -443,7 +491,7 @@ pub const fn ingress_by_socket_table(dialled: bool, source_port: u16, pod: &PodE
 pub const fn ingress_by_origin(probe: bool, source_port: u16, pod: &PodEntry) -> Ingress {
     if probe {
         Ingress::Probe
-    } else if is_dial_port(source_port) && !pod.has(FLAG_LOOKUP_HAS_IFINDEX) {
+    } else if is_dial_port(source_port) && !pod.has(FLAG_LOOKUP_HAS_IFINDEX) && !pod.has(FLAG_ONE_MARK) {
         Ingress::AssignInbound
     } else {
         Ingress::Pass(Counter::IngressNew)
@@ -478,8 +526,8 @@ pub enum Choice {
 
 /// What ingress has left for the lookup: a map in the programs, a list in tests.
 pub trait Hints {
-    /// Whether the last SYN of this connection was a probe's.
-    fn is_probe(&self, connection: &Lookup) -> bool;
+    /// Whether the last SYN of this connection was a probe's, or a dial's of the proxy's that another process is.
+    fn is_for_application(&self, connection: &Lookup) -> bool;
 }
 
 /// SK_LOOKUP: the listener of a new TCP connection.
@@ -530,10 +578,16 @@ pub fn lookup<P: Addresses + Rules + Hints + ?Sized>(
     if known.owns(remote) {
         return Choice::Pass(Counter::LookupOther);
     }
-    if pod.is_probed() && known.is_probe(connection) {
-        return Choice::Pass(Counter::LookupProbe);
+    let one_mark = pod.has(FLAG_ONE_MARK);
+    if (pod.is_probed() || one_mark) && known.is_for_application(connection) {
+        // Ingress has counted which of the two.
+        return Choice::Pass(if one_mark {
+            Counter::LookupProxy
+        } else {
+            Counter::LookupProbe
+        });
     }
-    if !pod.has(FLAG_LOOKUP_HAS_IFINDEX) && is_dial_port(*remote_port) {
+    if !pod.has(FLAG_LOOKUP_HAS_IFINDEX) && !one_mark && is_dial_port(*remote_port) {
         // From outside, ingress has given it to 15006 already, and this program is not asked.
         return Choice::Pass(Counter::LookupProxy);
     }

@@ -5,17 +5,18 @@ use aya_ebpf::{macros::classifier, programs::TcContext};
 use aya_log_ebpf::debug;
 use redirector_common::{
     consts::{MARK_MASK, MARK_PROXY, MARK_REROUTED},
-    maps::{FLAG_OBSERVE, Listener, Tag},
+    maps::{FLAG_OBSERVE, FLAG_ONE_MARK, Listener, Tag},
     packet::{self, Parsed, TcpMeta},
     verdict::{self, Counter, Egress, Ingress, Sender},
 };
 
 use crate::{
+    others,
     packet::Skb,
     pod::Pod,
     probes,
     stats::count,
-    steer::{self, DROP, NEXT},
+    steer::{self, DROP, LOOPBACK_IFINDEX, NEXT},
     tags,
 };
 
@@ -35,9 +36,12 @@ fn untagged(ctx: &TcContext, sender: tags::SenderSocket, pod: Pod) -> Egress {
     let skb = Skb(ctx);
     let parsed = packet::parse(&skb);
     let mark = skb.mark() & MARK_MASK;
+    let one_mark = pod.entry.has(FLAG_ONE_MARK);
+    let has_proxy_mark = mark == MARK_PROXY.0;
     let who = Sender {
         has_socket: !sender.is_null(),
-        has_proxy_mark: mark == MARK_PROXY.0,
+        has_proxy_mark,
+        is_other_proxy: one_mark && has_proxy_mark && others::is_proxy(ctx),
         // Answers to somebody behind the pod have this mark too, and are sent from here.
         is_undelivered: mark == MARK_REROUTED.0 && skb.has_arrived(),
     };
@@ -46,7 +50,13 @@ fn untagged(ctx: &TcContext, sender: tags::SenderSocket, pod: Pod) -> Egress {
     // halves that such moves copy.
     match (verdict, &parsed) {
         (Egress::AskSocketTable, Parsed::Tcp(tcp)) => {
-            verdict::egress_by_socket_table(steer::far_end_is_here(ctx, tcp))
+            let here = steer::far_end_is_here(ctx, tcp);
+            if here && one_mark {
+                // The application's answer to the proxy's dial. It goes back from now on even if the proxy is gone and nothing is left
+                // of its socket; where it can't be tagged, it is looked up each time.
+                let _ = tags::set(sender, Tag::Captured);
+            }
+            verdict::egress_by_socket_table(here)
         }
         (Egress::Capture(_), Parsed::Tcp(tcp)) => {
             if pod.is_traced() {
@@ -92,6 +102,12 @@ fn act_on_egress(ctx: &TcContext, sender: tags::SenderSocket, pod: Pod, verdict:
         Egress::TurnBack(counter) => {
             count(pod.slot, counter);
             if observe { NEXT } else { steer::turn_back(ctx) }
+        }
+        Egress::Own => {
+            // Untagged, its later packets are looked up in the socket table, to the same end.
+            let _ = tags::set(sender, Tag::Proxy);
+            count(pod.slot, Counter::EgressProxy);
+            NEXT
         }
         Egress::Capture(_) if observe => {
             count(pod.slot, Counter::EgressCaptured);
@@ -149,7 +165,12 @@ pub fn redir_in_decide(ctx: TcContext) -> i32 {
     let parsed = packet::parse(&skb);
     let observe = pod.entry.has(FLAG_OBSERVE);
     // By reference, as in `untagged`.
-    let mut verdict = arriving(&skb, &parsed, pod);
+    let mut verdict = if pod.entry.has(FLAG_ONE_MARK) && skb.interface() == LOOPBACK_IFINDEX {
+        let has_proxy_mark = skb.mark() & MARK_MASK == MARK_PROXY.0;
+        verdict::ingress_of_lo(&parsed, has_proxy_mark, pod.entry, &pod)
+    } else {
+        arriving(&skb, &parsed, pod)
+    };
     if let (Ingress::AskFarEnd, Parsed::Tcp(tcp)) = (verdict, &parsed) {
         verdict = if steer::far_end_is_here(&ctx, tcp) {
             steer::mark(&ctx, MARK_REROUTED);
@@ -169,6 +190,13 @@ pub fn redir_in_decide(ctx: TcContext) -> i32 {
     match verdict {
         Ingress::Probe => {
             count(pod.slot, Counter::IngressProbe);
+            NEXT
+        }
+        Ingress::Dialled => {
+            if let Parsed::Tcp(tcp) = &parsed {
+                probes::hint(tcp, pod);
+            }
+            count(pod.slot, Counter::IngressDialled);
             NEXT
         }
         Ingress::Pass(counter) => {

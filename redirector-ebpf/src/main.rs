@@ -4,6 +4,7 @@
 //! - `deciders`: those that all pods share
 //! - `pod`: the maps, and what they hold for a pod
 //! - `packet`: header bytes out of a `__sk_buff`
+//! - `others`: proxies that other processes are
 //! - `probes`: where a new connection comes from
 //! - `steer`: the only place that turns packets back, refuses, assigns or drops
 //! - `tags`: what a socket is known to be
@@ -14,6 +15,8 @@
 
 #[cfg(target_arch = "bpf")]
 mod deciders;
+#[cfg(target_arch = "bpf")]
+mod others;
 #[cfg(target_arch = "bpf")]
 mod packet;
 #[cfg(target_arch = "bpf")]

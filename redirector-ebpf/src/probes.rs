@@ -56,11 +56,8 @@ impl Origin for Arrival<'_> {
 #[inline(always)]
 pub(crate) fn settle(ctx: &TcContext, tcp: &TcpMeta, pod: Pod) -> bool {
     let ends = Ends::of_packet(pod.slot, tcp);
-    if probes::is_probe(&Arrival { ctx, tcp, pod }) {
-        // SAFETY: no precondition.
-        let now = unsafe { bpf_ktime_get_ns() };
-        // Without a hint, the probe is captured.
-        let _ = HINTS.insert(&ends, now, 0);
+    if pod.entry.is_probed() && probes::is_probe(&Arrival { ctx, tcp, pod }) {
+        hint(tcp, pod);
         return true;
     }
     // Looking is without a lock, and nearly always all that there is to do.
@@ -70,9 +67,19 @@ pub(crate) fn settle(ctx: &TcContext, tcp: &TcpMeta, pod: Pod) -> bool {
     false
 }
 
+/// Tells the lookup that a new connection is for the application.
+#[inline(always)]
+pub(crate) fn hint(tcp: &TcpMeta, pod: Pod) {
+    let ends = Ends::of_packet(pod.slot, tcp);
+    // SAFETY: no precondition.
+    let now = unsafe { bpf_ktime_get_ns() };
+    // Without a hint, it is captured.
+    let _ = HINTS.insert(&ends, now, 0);
+}
+
 impl Hints for Pod {
     #[inline(always)]
-    fn is_probe(&self, connection: &Lookup) -> bool {
+    fn is_for_application(&self, connection: &Lookup) -> bool {
         let Some(left) = HINTS.get_ptr(Ends::of_lookup(self.slot, connection)) else {
             return false;
         };

@@ -44,7 +44,7 @@ pub fn redir_egress(ctx: TcContext) -> i32 {
     }
 }
 
-/// What arrives at the pod's interface.
+/// What arrives at the pod's interface; where its proxy is another process, also at its lo.
 #[classifier]
 pub fn redir_ingress(ctx: TcContext) -> i32 {
     let Some(pod) = Pod::own() else {

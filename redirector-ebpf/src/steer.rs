@@ -5,8 +5,8 @@ use core::mem::size_of;
 use aya_ebpf::{
     EbpfContext as _,
     bindings::{
-        BPF_F_CURRENT_NETNS, BPF_F_INGRESS, BPF_TCP_LISTEN, BPF_TCP_SYN_SENT, TC_ACT_SHOT, TC_ACT_UNSPEC,
-        bpf_sock, bpf_sock_tuple, bpf_sock_tuple__bindgen_ty_1__bindgen_ty_1,
+        BPF_F_CURRENT_NETNS, BPF_F_INGRESS, BPF_SK_LOOKUP_F_NO_REUSEPORT, BPF_TCP_LISTEN, BPF_TCP_SYN_SENT,
+        TC_ACT_SHOT, TC_ACT_UNSPEC, bpf_sock, bpf_sock_tuple, bpf_sock_tuple__bindgen_ty_1__bindgen_ty_1,
         bpf_sock_tuple__bindgen_ty_1__bindgen_ty_2,
         sk_action::{SK_DROP, SK_PASS},
     },
@@ -36,7 +36,7 @@ pub(crate) const NEXT: i32 = TC_ACT_UNSPEC;
 pub(crate) const DROP: i32 = TC_ACT_SHOT as i32;
 
 /// lo has this index in every namespace (`include/net/flow.h`, LOOPBACK_IFINDEX).
-const LOOPBACK_IFINDEX: u32 = 1;
+pub(crate) const LOOPBACK_IFINDEX: u32 = 1;
 
 /// Turns the packet back into the pod: marked, so that it is routed locally, and received by lo.
 #[inline(always)]
@@ -98,8 +98,10 @@ fn with_listener<T>(pod: Pod, listener: Listener, f: impl FnOnce(*mut core::ffi:
 /// through to whoever else listens.
 #[inline(always)]
 pub(crate) fn assign(ctx: &SkLookupContext, pod: Pod, listener: Listener, counter: Counter) -> u32 {
+    // This socket, and not one by the kernel's draw from its group (SO_REUSEPORT): while a proxy takes over from another, both listen.
+    let flags = u64::from(BPF_SK_LOOKUP_F_NO_REUSEPORT);
     if LISTENERS
-        .redirect_sk_lookup(ctx, pod.listener(listener), 0)
+        .redirect_sk_lookup(ctx, pod.listener(listener), flags)
         .is_ok()
     {
         count(pod.slot, counter);

@@ -5,6 +5,7 @@
 //! proxies drain, the rest. Where the agent is uninstalled, the CNI plugin goes first of all, and the pods are released.
 
 mod installer;
+mod table;
 mod upkeep;
 
 use std::{
@@ -22,14 +23,14 @@ use prometheus_client::registry::Registry;
 use tokio::{
     net::TcpListener,
     signal::unix::{Signal, SignalKind, signal},
-    sync::{mpsc, watch},
+    sync::{Notify, mpsc, watch},
     task::JoinSet,
     time::{Duration, timeout},
 };
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info, warn};
 
-use self::{installer::Installer, upkeep::Upkeep};
+use self::{installer::Installer, table::Table, upkeep::Upkeep};
 use crate::{
     admin::{Admin, Endpoint},
     config::{Config, MeshSource, PodSource, planes::Certificates, values::Redirect},
@@ -60,12 +61,14 @@ use crate::{
         cni_server::{self, CniServer},
         kubernetes::Follower,
         launch::PodProxies,
-        lifecycle::{self, Lifecycle},
+        lifecycle,
+        others::OtherProxies,
         records::{self, Records},
         restore,
         rules::{self, NodeRules, RulesFile},
         status::{self, Status},
         zds,
+        zds_server::{self, Proxies, ZdsServer},
     },
     proxy::{self, Shared},
     redirect::{self, Redirector, ebpf, iptables, moved::Moved, none::NoRedirect},
@@ -152,6 +155,9 @@ pub enum Error {
     /// The CNI socket.
     #[error("cannot serve the CNI socket")]
     CniSocket(#[source] cni_server::BindError),
+    /// The ZDS socket.
+    #[error("cannot serve the ZDS socket")]
+    ZdsSocket(#[source] zds_server::BindError),
     /// The workload file.
     #[error("cannot use the workload file")]
     Workloads(#[source] discovery::Error),
@@ -184,6 +190,12 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
 
     let endpoints = Endpoints::bind(&config).await?;
     let pod_source = BoundSource::bind(&config.pods)?;
+    let look = Arc::new(Notify::new());
+    let proxies = Arc::new(Proxies::new(Arc::clone(&look)));
+    let others = match &config.ztunnel_uds {
+        Some(path) => Some(ZdsServer::bind(path, Arc::clone(&proxies)).map_err(Error::ZdsSocket)?),
+        None => None,
+    };
     make_state_dir(&config)?;
     let _state = lock(&config.state_dir, "--state-dir")?;
     let records = Records::open(&config.state_dir).map_err(Error::Records)?;
@@ -242,7 +254,6 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
     let pod_metrics = status::Metrics::default();
     pod_metrics.register(&mut registry);
     let release_on_exit = Arc::new(AtomicBool::new(config.release_on_exit));
-    let launch = PodProxies::new(shared, config.trust_domain.clone());
     let settings = lifecycle::Config {
         node: process::node_namespaces().map_err(|source| Error::System {
             operation: "open the node's network namespace",
@@ -251,22 +262,40 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
         release_grace: config.release_grace.0,
         shutdown_grace: config.shutdown_grace.0,
         check_interval: CHECK_INTERVAL,
+        look,
         release_on_exit: Arc::clone(&release_on_exit),
         strict: config.strict,
         rules: start_rules(&config, &redirector, &mut tasks, &serving)?,
     };
     let backend = redirector.name();
     tasks.spawn(upkeep.run(serving.clone()));
-    let (lifecycle, pods_status) = Lifecycle::new(launch, redirector, records.clone(), settings, pod_metrics);
-
+    let (quit, stopping) = (CancellationToken::new(), CancellationToken::new());
+    // What takes and carries out events: ended first.
+    let (events, receiver) = mpsc::channel(EVENTS);
+    let table = Table {
+        redirector,
+        records: records.clone(),
+        settings,
+        metrics: pod_metrics,
+        events: receiver,
+        stop: stopping.clone(),
+    };
+    let (lifecycle, pods_status) = match others {
+        Some(server) => {
+            proxies.register_metrics(&mut registry);
+            // Before the first proxy comes: it goes on with the pods that an earlier agent has told it of.
+            proxies.expect(records.uids().map_err(Error::Records)?);
+            tasks.spawn(server.run(serving.clone()));
+            table.of(OtherProxies::new(proxies))
+        }
+        None => table.of(PodProxies::new(shared, config.trust_domain.clone())),
+    };
     let follower = config.kubernetes_pods.as_ref().map(|pods| {
         let follower = Follower::new(Kubernetes::new(pods.cluster.clone()), pods.config.clone());
         follower.watch(&mut tasks, &serving);
         follower.annotate(pods_status.clone(), &mut tasks, &serving);
         follower
     });
-
-    let (quit, stopping) = (CancellationToken::new(), CancellationToken::new());
     let (installer, cni) = Installer::begin(&config, pods_status.clone());
     let admin = Arc::new(Admin {
         directory: follower.as_ref().map(Follower::directory),
@@ -289,9 +318,7 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
     endpoints.serve(&admin, &mut tasks, &serving);
     tasks.spawn(release_memory(serving.clone()));
 
-    // What takes and carries out events: ended first.
-    let (events, receiver) = mpsc::channel(EVENTS);
-    let mut lifecycle = tokio::spawn(lifecycle.run(receiver, stopping.clone()));
+    let mut lifecycle = tokio::spawn(lifecycle);
     let mut sources = JoinSet::new();
     let admission = match &follower {
         Some(follower) => Admission::Kubernetes(follower.directory()),

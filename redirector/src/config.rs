@@ -65,6 +65,8 @@ pub struct Config {
     pub exclude_namespaces: Names,
     /// The agent's DaemonSet.
     pub daemonset: Option<leave::Config>,
+    /// Where proxies that are other processes are told of the pods, which they serve then.
+    pub ztunnel_uds: Option<PathBuf>,
     /// File of rules for the pods.
     pub rules: Option<PathBuf>,
     /// What pods would send or get in plain is refused, where the rules say nothing else.
@@ -368,6 +370,7 @@ impl Config {
             cni,
             exclude_namespaces,
             daemonset,
+            ztunnel_uds: s.ztunnel_uds,
             rules: s.rules,
             strict: s.strict.unwrap_or(false),
             mesh,
@@ -439,7 +442,17 @@ impl Config {
         } = self.http2;
         let keepalive = self.keepalive.as_ref();
         let whole_seconds = |span: Span| (1..=32_767).contains(&span.0.as_secs());
+        let others = self.ztunnel_uds.is_some();
         let problems = [
+            (others && self.redirect != Redirect::Ebpf)
+                .then_some("ZTUNNEL_UDS_ADDRESS (--ztunnel-uds): only with --redirect ebpf"),
+            (others && matches!(self.pods, PodSource::Zds(_))).then_some(
+                "ZTUNNEL_UDS_ADDRESS (--ztunnel-uds) and INPOD_UDS (--inpod-uds): an agent stands in for istio-cni or for ztunnel; give one",
+            ),
+            (others && self.strict).then_some(
+                "--strict: a proxy that is another process (--ztunnel-uds) is not told; leave it to the mesh's policies \
+                 (PeerAuthentication)",
+            ),
             (!CONNECTIONS.contains(&self.max_connections_per_pod))
                 .then_some("--max-connections-per-pod: must be from 16 to 1048576"),
             (self.pool.max_streams_per_connection == 0)

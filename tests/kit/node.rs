@@ -148,7 +148,9 @@ impl Node {
         }
         let outside = Namespace::create(&format!("{prefix}-outside"))?;
         node.ip(&[
-            "link add br0 type bridge forward_delay 0 mcast_snooping 0",
+            // With an address of its own: a bridge that has none takes the lowest of its ports', and a pod that comes later would leave the
+            // others with one that is nobody's any more.
+            "link add br0 address 02:00:00:00:00:01 type bridge forward_delay 0 mcast_snooping 0",
             "addr add 10.77.0.1/16 dev br0",
             "addr add fd77::1/64 dev br0 nodad",
             "link set br0 up",

@@ -16,7 +16,7 @@ use std::{
 
 use redirector::{
     redirect::{
-        Listeners, PodNetwork, Redirector,
+        Listeners, PodNetwork, Redirector, Serving,
         iptables::{Backend, Config, Iptables},
         rules::{Lists, Networks, Ports, Rules},
     },
@@ -530,7 +530,9 @@ fn lists_of_ports_and_networks_hold(variant: Variant) {
         rules,
     };
     for (rules, outbound, inbound) in sets.chain([(bypass, [false; 2], [true; 2])]) {
-        backend.attach(&network(rules.clone()), listeners).unwrap();
+        backend
+            .attach(&network(rules.clone()), Serving::Own(listeners))
+            .unwrap();
         for family in Family::BOTH {
             for (index, port) in [PORT, PORT + 1].into_iter().enumerate() {
                 for (from, to, passes) in [

@@ -10,6 +10,7 @@ use crate::{
 };
 
 mod dns;
+mod one_mark;
 mod probes;
 mod reroute;
 
@@ -24,9 +25,9 @@ impl Rules for [Addr] {
     }
 }
 
-/// Port 7 is probed, from wherever.
+/// Port 7 is probed, or dialled by a proxy that another process is, from wherever.
 impl Hints for [Addr] {
-    fn is_probe(&self, connection: &Lookup) -> bool {
+    fn is_for_application(&self, connection: &Lookup) -> bool {
         connection.local_port == 7
     }
 }
@@ -69,16 +70,19 @@ const CAPTURE: Egress = Egress::Capture(Listener::Outbound);
 const SOCKET: Sender = Sender {
     has_socket: true,
     has_proxy_mark: false,
+    is_other_proxy: false,
     is_undelivered: false,
 };
 const NO_SOCKET: Sender = Sender {
     has_socket: false,
     has_proxy_mark: false,
+    is_other_proxy: false,
     is_undelivered: false,
 };
 const MARKED: Sender = Sender {
     has_socket: true,
     has_proxy_mark: true,
+    is_other_proxy: false,
     is_undelivered: false,
 };
 
@@ -587,6 +591,7 @@ proptest! {
             Ingress::AskSocketTable
             | Ingress::AskOrigin
             | Ingress::Probe
+            | Ingress::Dialled
             | Ingress::Reroute
             | Ingress::AskFarEnd => prop_assert!(false, "{asked:?}"),
             Ingress::Drop(_) | Ingress::Refuse(_) | Ingress::AssignInbound => {}
@@ -608,7 +613,7 @@ proptest! {
             flags: TCP_SYN | (extra & 0b1110_1000), l4_offset: 34, v4: source.is_v4(),
         });
         for has_socket in [true, false] {
-            let sender = Sender { has_socket, has_proxy_mark, is_undelivered: false };
+            let sender = Sender { has_socket, has_proxy_mark, is_other_proxy: false, is_undelivered: false };
             let verdict = egress(&packet, sender, &pod(0), own().as_slice());
             prop_assert!(matches!(verdict, Egress::Capture(_) | Egress::Refuse(_)), "{:?}", verdict);
         }

@@ -109,6 +109,9 @@ settings! {
         bpffs_dir: PathBuf, [];
     "Socket of a node agent that speaks ZDS; pods come from there, and the CNI socket is not served"
         inpod_uds: PathBuf, ["INPOD_UDS"];
+    "Socket on which this agent speaks ZDS, as istio-cni does, to a proxy that is another process (ztunnel): that serves the pods, \
+     and this agent redirects their traffic; only with --redirect ebpf"
+        ztunnel_uds: PathBuf, ["ZTUNNEL_UDS_ADDRESS"];
     "File of rules for the pods: which of their connections are captured"
         rules: PathBuf, [];
     "Refuse what enrolled pods would send or get in plain, what the rules leave alone excepted; the rules may say otherwise of \

@@ -191,7 +191,7 @@ fn switches_need_no_value() {
 fn errors_name_the_place_and_the_reason() {
     /// File, environment, flags, and parts of the error.
     type Case<'a> = (&'a str, &'a [(&'a str, &'a str)], &'a [&'a str], &'a [&'a str]);
-    let table: [Case<'_>; 42] = [
+    let table: [Case<'_>; 45] = [
         (
             "cert-dir: /certificates\n",
             &[("CA_ADDRESS", "istiod:15012")],
@@ -301,6 +301,24 @@ fn errors_name_the_place_and_the_reason() {
             &[("ZTUNNEL_WORKER_THREADS", "0")],
             &[],
             &["ZTUNNEL_WORKER_THREADS", "\"0\""],
+        ),
+        (
+            "",
+            &[("ZTUNNEL_UDS_ADDRESS", "/z")],
+            &["--redirect", "iptables"],
+            &["ZTUNNEL_UDS_ADDRESS", "--redirect ebpf"],
+        ),
+        (
+            "",
+            &[("ZTUNNEL_UDS_ADDRESS", "/z"), ("INPOD_UDS", "/z")],
+            &[],
+            &["ZTUNNEL_UDS_ADDRESS", "INPOD_UDS", "give one"],
+        ),
+        (
+            "",
+            &[("ZTUNNEL_UDS_ADDRESS", "/z")],
+            &["--strict"],
+            &["--strict", "--ztunnel-uds", "PeerAuthentication"],
         ),
         ("", &[("LOG_FORMAT", "xml")], &[], &["LOG_FORMAT", "\"xml\""]),
         ("", &[("RUST_LOG", "a=loud")], &[], &["RUST_LOG", "\"a=loud\""]),

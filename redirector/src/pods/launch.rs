@@ -8,11 +8,11 @@ use tracing::warn;
 use super::Error;
 use crate::{
     mesh::{
-        pod::{Local, PodInfo},
+        pod::{Local, PodInfo, PodUid},
         spiffe::SpiffeId,
     },
     proxy::{PodContext, PodProxy, Shared},
-    redirect::Listeners,
+    redirect::Serving,
     sys::{
         interfaces::{self, InterfaceAddress},
         netns::Netns,
@@ -35,7 +35,7 @@ pub struct NewPod {
 /// A pod's surroundings.
 pub trait Launch: Send + Sync + 'static {
     /// A running proxy.
-    type Proxy: Send + 'static;
+    type Proxy: Send + Sync + 'static;
 
     /// All addresses in a namespace. Blocking.
     fn addresses(&self, netns: &Netns) -> io::Result<Vec<InterfaceAddress>>;
@@ -44,13 +44,23 @@ pub trait Launch: Send + Sync + 'static {
     fn start(&self, pod: NewPod) -> Result<Self::Proxy, Error>;
 
     /// The proxy's listeners.
-    fn listeners<'a>(&self, proxy: &'a Self::Proxy) -> Listeners<'a>;
+    fn serving<'a>(&self, proxy: &'a Self::Proxy) -> Serving<'a>;
 
     /// Whether what the pod would send or get in plain is refused from now on. Open connections in plain end with it.
     fn set_strict(&self, proxy: &Self::Proxy, strict: bool);
 
     /// Stops a proxy. Its connections have `grace` to end; then they are closed.
     fn stop(&self, proxy: Self::Proxy, grace: Duration) -> impl Future<Output = ()> + Send;
+
+    /// The agent ends, and the pod stays captured: its connections have `grace` to end with the agent.
+    fn leave(&self, proxy: Self::Proxy, grace: Duration) -> impl Future<Output = ()> + Send {
+        self.stop(proxy, grace)
+    }
+
+    /// A pod that has no proxy here is gone.
+    fn forget(&self, _uid: &PodUid) -> impl Future<Output = ()> + Send {
+        std::future::ready(())
+    }
 }
 
 /// The real surroundings.
@@ -131,8 +141,8 @@ impl Launch for PodProxies {
         .map_err(Error::Start)
     }
 
-    fn listeners<'a>(&self, proxy: &'a PodProxy) -> Listeners<'a> {
-        proxy.listeners()
+    fn serving<'a>(&self, proxy: &'a PodProxy) -> Serving<'a> {
+        Serving::Own(proxy.listeners())
     }
 
     fn set_strict(&self, proxy: &PodProxy, strict: bool) {

@@ -14,7 +14,7 @@ use std::{
 };
 
 use tokio::{
-    sync::{mpsc, watch},
+    sync::{Notify, mpsc, watch},
     task::{self, JoinError, JoinSet},
     time::{Instant, MissedTickBehavior, interval, interval_at, timeout_at},
 };
@@ -61,6 +61,8 @@ pub struct Config {
     pub shutdown_grace: Duration,
     /// Time between looks at whether each pod's capture is still whole; what is gone is put back.
     pub check_interval: Duration,
+    /// Notified when all pods are to be looked at and tried again at once.
+    pub look: Arc<Notify>,
     /// Pods are strict where the rules say nothing of it.
     pub strict: bool,
     /// The rules for all pods; what changes in them is put in force.
@@ -153,6 +155,7 @@ impl<L: Launch> Lifecycle<L> {
         let every = self.config.check_interval;
         let mut check = interval_at(Instant::now() + every, every);
         check.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let look = Arc::clone(&self.config.look);
         loop {
             let mut changed = true;
             tokio::select! {
@@ -166,6 +169,10 @@ impl<L: Launch> Lifecycle<L> {
                 _ = check.tick() => {
                     self.check();
                     changed = false;
+                }
+                () = look.notified() => {
+                    self.retry();
+                    self.check();
                 }
                 Ok(()) = self.config.rules.changed() => {
                     self.check();

@@ -1,7 +1,7 @@
 //! Pod lifecycle: events in, captured pods out.
 //!
 //! Sources of events ([`cni_server`], [`zds`], [`restore`]) send [`PodEvent`]s; [`lifecycle`] carries them out and answers
-//! each. What a captured pod's connections do is `proxy`'s matter, how they get there `redirect`'s.
+//! each, with proxies of this agent's ([`launch`]) or of other processes ([`others`], over [`zds_server`]). What a captured pod's connections do is `proxy`'s matter, how they get there `redirect`'s.
 
 use std::{io, net::IpAddr, path::PathBuf, sync::Arc};
 
@@ -20,6 +20,7 @@ pub mod cni_server;
 pub mod kubernetes;
 pub mod launch;
 pub mod lifecycle;
+pub mod others;
 pub mod records;
 pub mod restore;
 pub mod rules;
@@ -28,6 +29,7 @@ pub mod wire;
 mod work;
 pub mod zds;
 mod zds_proto;
+pub mod zds_server;
 
 /// A pod that is to be captured.
 #[derive(Debug, Clone)]
@@ -158,6 +160,15 @@ pub enum Error {
     /// The proxy did not start.
     #[error("cannot start the proxy in the pod")]
     Start(#[source] proxy::StartError),
+    /// A proxy that is another process does not serve the pod.
+    #[error("no proxy serves the pod")]
+    OtherProxy(#[source] zds_server::Error),
+    /// What only this agent's own proxy can do.
+    #[error(
+        "the rules want the pod to be strict, which a proxy that is another process (--ztunnel-uds) is not told: leave it to the mesh's \
+         policies (PeerAuthentication)"
+    )]
+    StrictByAnother,
     /// The backend could not attach.
     #[error("cannot capture the pod's traffic")]
     Attach(#[source] redirect::Error),

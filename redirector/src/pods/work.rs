@@ -154,10 +154,8 @@ impl<L: Launch> Worker<L> {
         const STEP: &str = "change the rules of the pod";
         let change = move || {
             let result = guarded(STEP, || {
-                let listeners = self.launch.listeners(&old.proxy);
-                self.redirector
-                    .attach(&network, listeners)
-                    .map_err(Error::Attach)?;
+                let serving = self.launch.serving(&old.proxy);
+                self.redirector.attach(&network, serving).map_err(Error::Attach)?;
                 self.records.save(&Record::of(&add)).map_err(Error::Record)
             });
             let changed = match result {
@@ -198,8 +196,8 @@ impl<L: Launch> Worker<L> {
             // Guarded by itself: a panic must not lose the pod, and its connections with it.
             let attach = |network: &PodNetwork| {
                 guarded(STEP, || {
-                    let listeners = self.launch.listeners(&pod.proxy);
-                    self.redirector.attach(network, listeners).map_err(Error::Attach)
+                    let serving = self.launch.serving(&pod.proxy);
+                    self.redirector.attach(network, serving).map_err(Error::Attach)
                 })
             };
             let wanted = PodNetwork {
@@ -235,6 +233,7 @@ impl<L: Launch> Worker<L> {
             None => {
                 let worker = Arc::clone(&self);
                 info!(%uid, "asked to release a pod that is not captured here: removing what may be left of it");
+                self.launch.forget(&uid).await;
                 let forget = move || {
                     worker.redirector.forget(&uid).map_err(Error::Detach)?;
                     worker.records.remove(&uid).map_err(Error::Record)
@@ -253,7 +252,10 @@ impl<L: Launch> Worker<L> {
                 error!(%uid, error = %Chain(&error), "the pod was not released in full");
             }
         } else {
-            self.stop(&uid, pod.proxy, grace).await;
+            let left = timeout(grace + STOP_MARGIN, self.launch.leave(pod.proxy, grace)).await;
+            if left.is_err() {
+                error!(%uid, "the pod's proxy did not stop in time and was dropped");
+            }
         }
     }
 
@@ -329,13 +331,10 @@ impl<L: Launch> Worker<L> {
         let (worker, network, record_of) = (Arc::clone(self), network.clone(), add.clone());
         let attach = move || {
             let steps = || {
-                let listeners = worker.launch.listeners(&proxy);
+                let serving = worker.launch.serving(&proxy);
                 let begin = Instant::now();
                 guarded("attach to the pod", || {
-                    worker
-                        .redirector
-                        .attach(&network, listeners)
-                        .map_err(Error::Attach)
+                    worker.redirector.attach(&network, serving).map_err(Error::Attach)
                 })?;
                 let elapsed = begin.elapsed();
                 worker.durations.attach.observe(elapsed.as_secs_f64());

@@ -194,18 +194,23 @@ impl DeciderMap {
     }
 }
 
-/// The map `PROBERS`.
-pub(super) struct ProberMap(HashMap<MapData, u64, u32>);
+/// The map `PROBERS`, or `PROXIES`.
+pub(super) struct CgroupSet(HashMap<MapData, u64, u32>);
 
-impl ProberMap {
+impl CgroupSet {
     /// From the map's handle.
     pub(super) fn new(map: MapData) -> Result<Self, MapError> {
         HashMap::try_from(aya::maps::Map::HashMap(map)).map(Self)
     }
 
+    /// Its members.
+    pub(super) fn members(&self) -> Result<BTreeSet<u64>, MapError> {
+        self.0.keys().collect()
+    }
+
     /// Makes the set have exactly these members: removes first, so that there is room.
     pub(super) fn set(&mut self, wanted: &BTreeSet<u64>) -> Result<(), MapError> {
-        let present = self.0.keys().collect::<Result<BTreeSet<_>, _>>()?;
+        let present = self.members()?;
         for cgroup in present.difference(wanted) {
             absent_is_fine(self.0.remove(cgroup))?;
         }

@@ -54,6 +54,26 @@ pub struct Listeners<'a> {
     pub hbone: BorrowedFd<'a>,
 }
 
+/// Whose listeners take a pod's connections.
+#[derive(Debug, Clone)]
+pub enum Serving<'a> {
+    /// This agent's.
+    Own(Listeners<'a>),
+    /// Those of other processes, the one that came last first. Each has one mark, `0x539/0xfff`, for all its sockets, and transparent
+    /// listeners on the same ports. A backend takes hold of them only while it attaches: a listener lives as long as a descriptor.
+    Others(Arc<[Peer]>),
+}
+
+/// A proxy that another process is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Peer {
+    /// The process; `None` where this agent does not see it.
+    pub pid: Option<u32>,
+    /// The id of its cgroup (version 2), by which its connections are told from the applications'; `None` where it has none that can be
+    /// told.
+    pub cgroup: Option<u64>,
+}
+
 /// The marks (SO_MARK) that a backend wants on the proxy's sockets in a pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Marks {
@@ -82,7 +102,7 @@ pub trait Redirector: Send + Sync {
 
     /// Brings the pod to the captured state, whatever state it is in; adopts what an earlier agent left. New rules are for new
     /// connections: open ones go on as they began.
-    fn attach(&self, pod: &PodNetwork, listeners: Listeners<'_>) -> Result<(), Error>;
+    fn attach(&self, pod: &PodNetwork, serving: Serving<'_>) -> Result<(), Error>;
 
     /// Captures nothing new from now on; connections that are captured go on. `detach` follows, once they have ended.
     fn release(&self, pod: &PodNetwork) -> Result<(), Error>;

@@ -4,7 +4,7 @@ use std::{io, net::SocketAddr, os::fd::BorrowedFd};
 
 use redirector_common::consts::MARK_PROXY;
 
-use super::{Count, Error, Listeners, Marks, PodNetwork, Redirector, rules::Rules};
+use super::{Count, Error, Marks, PodNetwork, Redirector, Serving, rules::Rules};
 use crate::{mesh::pod::PodUid, sys::socket};
 
 /// Does nothing to a pod.
@@ -32,7 +32,7 @@ impl Redirector for NoRedirect {
         None
     }
 
-    fn attach(&self, _: &PodNetwork, _: Listeners<'_>) -> Result<(), Error> {
+    fn attach(&self, _: &PodNetwork, _: Serving<'_>) -> Result<(), Error> {
         Ok(())
     }
 

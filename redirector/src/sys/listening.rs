@@ -1,10 +1,11 @@
 //! Who waits for what comes to a port of a namespace, and descriptors of those sockets, whichever process has them.
 //!
-//! `redirect` takes hold of a pod's DNS listeners with it.
+//! `redirect` takes hold of a pod's DNS listeners with it, and of those of a proxy that another process is.
 
 use std::{
     collections::HashMap,
-    fs, io,
+    fs,
+    io::{self, BufRead as _, BufReader},
     os::{
         fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
         unix::fs::MetadataExt,
@@ -56,6 +57,42 @@ pub fn listening(port: u16) -> io::Result<Vec<Listening>> {
     Ok(found)
 }
 
+/// The sockets that listen on these TCP ports, in the calling thread's namespace, with their ports; sorted.
+///
+/// # Errors
+/// Those of reading `/proc/thread-self/net`.
+pub fn tcp_listening(ports: &[u16]) -> io::Result<Vec<(u16, Listening)>> {
+    let mut found = Vec::new();
+    for (file, v6) in [("tcp", false), ("tcp6", true)] {
+        let table = match fs::File::open(Path::new("/proc/thread-self/net").join(file)) {
+            Ok(table) => BufReader::new(table),
+            // A kernel without IPv6.
+            Err(error) if v6 && error.kind() == io::ErrorKind::NotFound => continue,
+            Err(error) => return Err(error),
+        };
+        for line in table.lines().skip(1) {
+            let line = line?;
+            // Listeners come first (net/ipv4/tcp_ipv4.c, tcp_get_idx), and the rest may be long.
+            if line.split_ascii_whitespace().nth(3) != Some("0A") {
+                break;
+            }
+            found.extend(ports.iter().filter_map(|port| {
+                let inode = inode(&line, *port, false)?;
+                Some((
+                    *port,
+                    Listening {
+                        udp: false,
+                        v6,
+                        inode,
+                    },
+                ))
+            }));
+        }
+    }
+    found.sort_unstable();
+    Ok(found)
+}
+
 /// The inode in a line of `/proc/net/tcp` and its like, if it is of a socket that waits on `port`: proc_pid_net(5).
 fn inode(line: &str, port: u16, udp: bool) -> Option<u64> {
     /// TCP_LISTEN, and TCP_CLOSE for a UDP socket that is not connected: include/net/tcp_states.h
@@ -94,22 +131,39 @@ pub fn take(wanted: &[u64], near: NetnsId) -> io::Result<HashMap<u64, OwnedFd>> 
         if taken.len() == wanted.len() {
             break;
         }
-        for (inode, number) in descriptors(&path) {
-            if !wanted.contains(&inode) || taken.contains_key(&inode) {
-                continue;
-            }
-            match descriptor_of(pid, number) {
-                // The number may stand for another file by now.
-                Ok(fd) if inode_of(fd.as_fd())? == inode => {
-                    taken.insert(inode, fd);
-                }
-                Ok(_) => {}
-                Err(error) if gone(&error) => {}
-                Err(error) => return Err(error),
-            }
-        }
+        take_of(pid, &path, wanted, &mut taken)?;
     }
     Ok(taken)
+}
+
+/// The same of one process. One that is gone has none.
+///
+/// # Errors
+/// Those of pidfd_open(2) and pidfd_getfd(2): EPERM without CAP_SYS_PTRACE.
+pub fn take_from(pid: u32, wanted: &[u64]) -> io::Result<HashMap<u64, OwnedFd>> {
+    let mut taken = HashMap::new();
+    if let Ok(number) = i32::try_from(pid) {
+        take_of(number, Path::new(&format!("/proc/{pid}")), wanted, &mut taken)?;
+    }
+    Ok(taken)
+}
+
+fn take_of(pid: i32, process: &Path, wanted: &[u64], taken: &mut HashMap<u64, OwnedFd>) -> io::Result<()> {
+    for (inode, number) in descriptors(process) {
+        if !wanted.contains(&inode) || taken.contains_key(&inode) {
+            continue;
+        }
+        match descriptor_of(pid, number) {
+            // The number may stand for another file by now.
+            Ok(fd) if inode_of(fd.as_fd())? == inode => {
+                taken.insert(inode, fd);
+            }
+            Ok(_) => {}
+            Err(error) if gone(&error) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
 }
 
 /// The sockets among a process's descriptors: inode and number. A process that is gone, or not to be looked into, has none.
@@ -223,6 +277,24 @@ mod tests {
             v4: true,
         };
         assert_eq!(abilities(tcp.as_fd(), false).unwrap(), expected);
+    }
+
+    #[test]
+    fn the_listeners_of_several_ports_are_found_and_taken_of_their_process_alone() {
+        let sockets = ["127.0.0.1:0", "127.0.0.1:0"].map(|any| TcpListener::bind(any).unwrap());
+        let ports = sockets
+            .each_ref()
+            .map(|socket| socket.local_addr().unwrap().port());
+        // One that is connected from such a port is none.
+        let _open = std::net::TcpStream::connect(sockets[0].local_addr().unwrap()).unwrap();
+        let found = tcp_listening(&ports).unwrap();
+        let mut expected = ports;
+        expected.sort_unstable();
+        assert_eq!(found.iter().map(|(port, _)| *port).collect::<Vec<_>>(), expected);
+        let inodes: Vec<_> = found.iter().map(|(_, socket)| socket.inode).collect();
+        assert_eq!(take_from(std::process::id(), &inodes).unwrap().len(), 2);
+        assert!(take_from(1, &inodes).is_ok_and(|taken| taken.is_empty()));
+        assert!(take_from(u32::MAX, &inodes).unwrap().is_empty());
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! Unix sockets of type SOCK_SEQPACKET: one message per packet, with descriptors alongside (SCM_RIGHTS).
 //!
-//! `pods::zds` speaks over one. What a message means, and how many descriptors it may have, is its matter.
+//! `pods::zds` and `pods::zds_server` speak over one. What a message means, and how many descriptors it may have, is its matter.
 
 use std::{
     io::{self, IoSlice},
@@ -13,7 +13,8 @@ use std::{
 use nix::{
     libc,
     sys::socket::{
-        AddressFamily, ControlMessage, MsgFlags, SockFlag, SockType, UnixAddr, connect, sendmsg, socket,
+        AddressFamily, Backlog, ControlMessage, MsgFlags, SockFlag, SockType, UnixAddr, accept4, bind,
+        connect, getsockopt, listen, sendmsg, socket, sockopt,
     },
 };
 use tokio::io::{Interest, unix::AsyncFd};
@@ -54,6 +55,15 @@ impl Seqpacket {
         Ok(Self {
             socket: register(fd, Interest::READABLE | Interest::WRITABLE)?,
         })
+    }
+
+    /// The process at the other end, as it was when it connected; `None` if it is not in this process's PID namespace, or below.
+    ///
+    /// # Errors
+    /// Those of getsockopt(2).
+    pub fn peer_pid(&self) -> io::Result<Option<u32>> {
+        let credentials = getsockopt(&self.socket, sockopt::PeerCredentials)?;
+        Ok(u32::try_from(credentials.pid()).ok().filter(|pid| *pid != 0))
     }
 
     /// Receives one packet of at most `max_bytes`. Cancel-safe.
@@ -151,39 +161,66 @@ fn recv_message(socket: BorrowedFd<'_>, max_bytes: usize) -> io::Result<Message>
     Ok(Message { bytes, fds })
 }
 
-/// The other side, for tests of this module and of its callers.
+/// A listening socket.
+#[derive(Debug)]
+pub struct Listener(AsyncFd<OwnedFd>);
+
+impl Listener {
+    /// Listens at `path`, where nothing may be. Must be called within a tokio runtime.
+    ///
+    /// # Errors
+    /// Those of socket(2), bind(2) and listen(2).
+    pub fn bind(path: &Path) -> io::Result<Self> {
+        /// Connections that wait to be accepted; who finds no place tries again.
+        const BACKLOG: i32 = 16;
+        let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+        let fd = socket(AddressFamily::Unix, SockType::SeqPacket, flags, None)?;
+        bind(fd.as_raw_fd(), &UnixAddr::new(path)?)?;
+        listen(&fd, Backlog::new(BACKLOG)?)?;
+        register(fd, Interest::READABLE).map(Self)
+    }
+
+    /// The next connection. Cancel-safe.
+    ///
+    /// # Errors
+    /// Those of accept4(2).
+    pub async fn accept(&self) -> io::Result<Seqpacket> {
+        let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+        let accept = |fd: &OwnedFd| Ok(accept4(fd.as_raw_fd(), flags)?);
+        let accepted = self.0.async_io(Interest::READABLE, accept).await?;
+        #[expect(unsafe_code, reason = "accept4 returns a number")]
+        // SAFETY: accept4 made the descriptor for this call alone.
+        let fd = unsafe { OwnedFd::from_raw_fd(accepted) };
+        Seqpacket::from_fd(fd)
+    }
+}
+
+/// For tests of this module and of its callers.
 #[cfg(test)]
 pub(crate) mod testing {
-    use nix::sys::socket::{Backlog, accept4, bind, listen};
-
     use super::*;
 
     /// A listening socket.
-    pub(crate) struct Listener(AsyncFd<OwnedFd>);
+    pub(crate) struct Listener(super::Listener);
 
     impl Listener {
         /// Listens at `path`.
         pub(crate) fn bind(path: &Path) -> Self {
-            let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
-            let fd = socket(AddressFamily::Unix, SockType::SeqPacket, flags, None).unwrap();
-            bind(fd.as_raw_fd(), &UnixAddr::new(path).unwrap()).unwrap();
-            listen(&fd, Backlog::new(8).unwrap()).unwrap();
-            Self(register(fd, Interest::READABLE).unwrap())
+            Self(super::Listener::bind(path).unwrap())
         }
 
         /// The next connection.
         pub(crate) async fn accept(&self) -> Seqpacket {
-            let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
-            let accepted = self
-                .0
-                .async_io(Interest::READABLE, |fd| Ok(accept4(fd.as_raw_fd(), flags)?))
-                .await
-                .unwrap();
-            #[expect(unsafe_code, reason = "accept4 returns a number")]
-            // SAFETY: accept4 made the descriptor for this call alone.
-            let fd = unsafe { OwnedFd::from_raw_fd(accepted) };
-            Seqpacket::from_fd(fd).unwrap()
+            self.0.accept().await.unwrap()
         }
+    }
+
+    /// Two sockets that are connected.
+    pub(crate) fn pair() -> (Seqpacket, Seqpacket) {
+        let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+        let (a, b) =
+            nix::sys::socket::socketpair(AddressFamily::Unix, SockType::SeqPacket, None, flags).unwrap();
+        (Seqpacket::from_fd(a).unwrap(), Seqpacket::from_fd(b).unwrap())
     }
 
     /// Number of descriptors that are open on the file with this device and inode.
@@ -201,7 +238,10 @@ pub(crate) mod testing {
 mod tests {
     use std::{fs::File, os::unix::fs::MetadataExt};
 
-    use super::{testing::*, *};
+    use super::{
+        testing::{Listener, open_on},
+        *,
+    };
 
     async fn pair(directory: &Path) -> (Seqpacket, Seqpacket) {
         let path = directory.join("s");

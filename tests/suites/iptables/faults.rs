@@ -13,7 +13,7 @@ use std::{
 };
 
 use redirector::{
-    redirect::{self, Listeners, PodNetwork, Redirector, iptables::Iptables, rules::Rules},
+    redirect::{self, Listeners, PodNetwork, Redirector, Serving, iptables::Iptables, rules::Rules},
     sys::netns::Netns,
 };
 use redirector_tests::{
@@ -121,7 +121,7 @@ fn a_namespace_without_a_name_is_rid_of_its_rules(variant: Variant) {
         inbound: any.as_fd(),
         hbone: any.as_fd(),
     };
-    backend.attach(&network, listeners).unwrap();
+    backend.attach(&network, Serving::Own(listeners)).unwrap();
     drop(backend);
     assert!(!variant.ours(&pod.ns).is_empty());
 

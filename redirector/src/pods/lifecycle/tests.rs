@@ -16,7 +16,7 @@ use super::{
 };
 use crate::{
     mesh::pod::PodInfo,
-    redirect::{self, Count, Listeners, Marks, PodNetwork, rules::Rules},
+    redirect::{self, Count, Listeners, Marks, PodNetwork, Serving, rules::Rules},
     sys::{interfaces::InterfaceAddress, netns::Netns},
 };
 
@@ -87,7 +87,7 @@ impl Redirector for World {
         unreachable!()
     }
 
-    fn attach(&self, pod: &PodNetwork, _: Listeners<'_>) -> Result<(), redirect::Error> {
+    fn attach(&self, pod: &PodNetwork, _: Serving<'_>) -> Result<(), redirect::Error> {
         {
             let (now, most) = &mut *self.attaching.lock().unwrap();
             *now += 1;
@@ -184,13 +184,13 @@ impl Launch for Surroundings {
         })
     }
 
-    fn listeners<'a>(&self, proxy: &'a Proxy) -> Listeners<'a> {
+    fn serving<'a>(&self, proxy: &'a Proxy) -> Serving<'a> {
         let socket = proxy.socket.as_fd();
-        Listeners {
+        Serving::Own(Listeners {
             outbound: socket,
             inbound: socket,
             hbone: socket,
-        }
+        })
     }
 
     fn set_strict(&self, proxy: &Proxy, strict: bool) {
@@ -212,6 +212,7 @@ struct Agent {
     events: mpsc::Sender<PodEvent>,
     rules: watch::Sender<Arc<NodeRules>>,
     status: watch::Receiver<Status>,
+    look: Arc<Notify>,
     stop: CancellationToken,
     task: JoinHandle<()>,
     state: tempfile::TempDir,
@@ -230,11 +231,13 @@ impl Agent {
         let records = Records::open(state.path()).unwrap();
         let world = Arc::new(World::default());
         let (rules, followed) = watch::channel(Arc::default());
+        let look = Arc::new(Notify::new());
         let config = Config {
             node: vec![NetnsId { dev: 0, ino: NODE }],
             release_grace: Duration::ZERO,
             shutdown_grace: Duration::from_secs(5),
             check_interval,
+            look: Arc::clone(&look),
             strict: false,
             rules: followed,
             release_on_exit: Arc::new(release_on_exit.into()),
@@ -252,6 +255,7 @@ impl Agent {
             events,
             rules,
             status,
+            look,
             stop,
             task,
             state,

@@ -112,7 +112,7 @@ fn advice(sees_all: bool) -> &'static str {
 }
 
 /// An error of looking into other processes, with the right that is missing.
-fn explained(error: io::Error) -> io::Error {
+pub(super) fn explained(error: io::Error) -> io::Error {
     match error.kind() {
         io::ErrorKind::PermissionDenied => {
             io::Error::new(error.kind(), format!("{error}; the agent needs CAP_SYS_PTRACE"))

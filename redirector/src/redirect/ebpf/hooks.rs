@@ -54,6 +54,12 @@ const FILTER_HANDLE: TcHandle = TcHandle::new(0, 1);
 const DIRECTIONS: [(&str, TcAttachType); 2] =
     [(INGRESS, TcAttachType::Ingress), (EGRESS, TcAttachType::Egress)];
 
+/// The directions in which the programs are on an interface: on lo, which they are on where another process is the proxy, what arrives.
+fn directions(interface: &Interface) -> &'static [(&'static str, TcAttachType)] {
+    let count = if interface.loopback { 1 } else { DIRECTIONS.len() };
+    &DIRECTIONS[..count]
+}
+
 /// Name of the pin of the SK_LOOKUP link.
 const LOOKUP_LINK: &str = "link_lookup";
 
@@ -119,7 +125,7 @@ pub(super) fn attach_tc(
     earlier: Earlier,
 ) -> Result<Vec<Hook>, Error> {
     let mut hooks = Vec::new();
-    for (name, direction) in DIRECTIONS {
+    for &(name, direction) in directions(interface) {
         let program: &mut SchedClassifier = object::program(ebpf, name)?;
         let failed = attaching(name, interface);
         let id = match mode {
@@ -185,7 +191,7 @@ fn attach_filter(
 /// Puts the programs that are pinned in `directory` back into the filters of ours that there are on an interface.
 pub(super) fn put_back(directory: &Path, interface: &Interface) -> Result<(), Error> {
     let failed = |error: io::Error| Error::new(format!("reading the filters of {}", interface.name), error);
-    for (name, direction) in DIRECTIONS {
+    for &(name, direction) in directions(interface) {
         let mut netlink = Netlink::open().map_err(failed)?;
         let all = filters::filters(&mut netlink, interface.index, direction).map_err(failed)?;
         if filters::ours(&all, name).next().is_none() {
@@ -262,9 +268,9 @@ impl Programs {
         })
     }
 
-    /// Whether they are attached to an interface, in both directions, once.
+    /// Whether they are attached to an interface, in its directions, once.
     pub(super) fn are_on(&self, netlink: &mut Netlink, mode: TcMode, interface: &Interface) -> bool {
-        DIRECTIONS
+        directions(interface)
             .iter()
             .zip(self.tc)
             .all(|((name, direction), program)| match mode {

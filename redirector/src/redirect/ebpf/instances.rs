@@ -4,7 +4,7 @@ use std::{fs, io, os::fd::AsFd as _};
 
 use redirector_common::maps::{
     FACT_ADDED_CLSACT, FACT_CLSACT, FACT_DNS_CAPTURE, FLAG_BYPASS_INBOUND, FLAG_DNS_CAPTURE,
-    FLAG_LOOKUP_HAS_IFINDEX, Facts, MAX_REROUTED, PodEntry,
+    FLAG_LOOKUP_HAS_IFINDEX, FLAG_ONE_MARK, Facts, MAX_REROUTED, PodEntry,
 };
 
 use super::{
@@ -13,6 +13,7 @@ use super::{
     hooks::{self, Earlier, Programs, TcMode},
     in_netns, leftovers, nsid,
     object::{self, DialRule},
+    others::Sockets,
     pin,
     pins::Instance,
     plan::Plan,
@@ -23,7 +24,7 @@ use super::{
 };
 use crate::{
     mesh::pod::PodUid,
-    redirect::{Error, Listeners, PodNetwork, place_of},
+    redirect::{Error, PodNetwork, place_of},
     sys::{
         netlink::Netlink,
         netns::{Netns, Place},
@@ -36,7 +37,7 @@ struct Wanted<'a> {
     pod: &'a PodNetwork,
     place: Place,
     plan: &'a Plan,
-    listeners: Listeners<'a>,
+    listeners: &'a Sockets<'a>,
 }
 
 impl Ebpf {
@@ -45,7 +46,7 @@ impl Ebpf {
         &self,
         pod: &PodNetwork,
         plan: &Plan,
-        listeners: Listeners<'_>,
+        listeners: &Sockets<'_>,
     ) -> Result<(Instance, Programs), Error> {
         let place = place_of(&pod.netns)?;
         let wanted = Wanted {
@@ -108,12 +109,14 @@ impl Ebpf {
             return Ok(None);
         }
         let before = self.store().entry(instance.slot)?;
-        let entry = self.entry(pod, plan, self.node_nsid(&pod.netns)?);
-        let wanted = self.facts(pod, place);
+        let entry = self.entry(wanted, self.node_nsid(&pod.netns)?);
+        let facts_wanted = self.facts(pod, place);
         let same_kind = |facts: &&Facts| {
             facts::place(facts) == place
-                && facts.has(FACT_CLSACT) == wanted.has(FACT_CLSACT)
-                && before.has(FLAG_LOOKUP_HAS_IFINDEX) == entry.has(FLAG_LOOKUP_HAS_IFINDEX)
+                && facts.has(FACT_CLSACT) == facts_wanted.has(FACT_CLSACT)
+                && [FLAG_LOOKUP_HAS_IFINDEX, FLAG_ONE_MARK]
+                    .iter()
+                    .all(|flag| before.has(*flag) == entry.has(*flag))
         };
         let Some(facts) = facts.as_ref().filter(same_kind) else {
             tracing::info!(uid = %pod.uid, ?before, ?facts, wanted = ?entry, "replacing an instance of another kind or namespace");
@@ -145,7 +148,7 @@ impl Ebpf {
         self.give_dns(pod, plan, instance.slot, before.has(FLAG_DNS_CAPTURE))?;
         let mut store = self.store();
         store.set_entry_and_rules(instance.slot, entry, &plan.rules)?;
-        let flags = wanted.flags | facts.flags & FACT_ADDED_CLSACT;
+        let flags = facts_wanted.flags | facts.flags & FACT_ADDED_CLSACT;
         if known.flags != flags {
             known.flags = flags;
             store.set_facts(instance.slot, known)?;
@@ -219,7 +222,7 @@ impl Ebpf {
         {
             let mut store = self.store();
             store.set_facts(instance.slot, facts)?;
-            let mut entry = self.entry(pod, plan, node_nsid);
+            let mut entry = self.entry(wanted, node_nsid);
             entry.flags &= !flag(without_dns, FLAG_DNS_CAPTURE);
             store.set_entry_and_rules(instance.slot, entry, &plan.rules)?;
             store.set_addresses(instance.slot, &plan.addresses)?;
@@ -386,7 +389,10 @@ impl Ebpf {
         Ok(asked? + 1)
     }
 
-    fn entry(&self, pod: &PodNetwork, plan: &Plan, node_nsid: u32) -> PodEntry {
+    fn entry(&self, wanted: Wanted<'_>, node_nsid: u32) -> PodEntry {
+        let Wanted {
+            pod, plan, listeners, ..
+        } = wanted;
         let mut rerouted = [0; MAX_REROUTED];
         for (place, interface) in rerouted.iter_mut().zip(&plan.rerouted) {
             *place = interface.index;
@@ -394,7 +400,8 @@ impl Ebpf {
         PodEntry {
             flags: flag(self.object.dial_rule == DialRule::Device, FLAG_LOOKUP_HAS_IFINDEX)
                 | flag(pod.rules.bypass_inbound, FLAG_BYPASS_INBOUND)
-                | flag(pod.rules.dns_capture, FLAG_DNS_CAPTURE),
+                | flag(pod.rules.dns_capture, FLAG_DNS_CAPTURE)
+                | flag(listeners.of_others, FLAG_ONE_MARK),
             node_nsid,
             rerouted,
             ..bytemuck::Zeroable::zeroed()

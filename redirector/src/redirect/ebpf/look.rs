@@ -4,10 +4,11 @@ use std::path::PathBuf;
 
 use super::{
     hooks::{Programs, TcMode},
+    others::Found,
     routes::ROUTING,
 };
 use crate::{
-    redirect::{Error, Listeners, PodNetwork, sysctls::OpenSysctls},
+    redirect::{Error, Listeners, PodNetwork, Serving, sysctls::OpenSysctls},
     sys::{
         interfaces::{Interface, interfaces},
         netlink::Netlink,
@@ -29,8 +30,8 @@ pub(super) struct Known {
     pub(super) captured: Vec<Interface>,
     /// Whether it has IPv6.
     pub(super) v6: bool,
-    /// The listeners' cookies.
-    pub(super) listening: [u64; 3],
+    /// The proxy's listeners.
+    pub(super) listening: Listening,
     /// What is attached.
     pub(super) programs: Programs,
     /// Its sysctls.
@@ -40,7 +41,7 @@ pub(super) struct Known {
 impl Known {
     /// Whether the same is wanted of `pod`, and all that its capture rests on is in place. Enters the namespace once, reads, and
     /// writes nothing.
-    pub(super) fn still_holds(&self, pod: &PodNetwork, listening: [u64; 3], mode: TcMode) -> bool {
+    pub(super) fn still_holds(&self, pod: &PodNetwork, listening: &Listening, mode: TcMode) -> bool {
         let PodNetwork {
             netns,
             addresses,
@@ -48,7 +49,7 @@ impl Known {
             ..
         } = &self.pod;
         if (netns.id(), addresses, rules) != (pod.netns.id(), &pod.addresses, &pod.rules)
-            || self.listening != listening
+            || self.listening != *listening
             || !self.directory.exists()
             || !self.sysctls.are_set()
             || !self.programs.look_up_in(netns)
@@ -67,8 +68,27 @@ impl Known {
     }
 }
 
+/// The proxy's listeners, as they are compared.
+#[derive(PartialEq, Eq)]
+pub(super) enum Listening {
+    /// This agent's, by their cookies.
+    Own([u64; 3]),
+    /// Those of other processes.
+    Others(Found),
+}
+
+impl Listening {
+    /// Those that are there now.
+    pub(super) fn now(pod: &PodNetwork, serving: &Serving<'_>) -> Result<Self, Error> {
+        match serving {
+            Serving::Own(listeners) => cookies(*listeners).map(Self::Own),
+            Serving::Others(peers) => Found::now(pod, peers).map(Self::Others),
+        }
+    }
+}
+
 /// The cookies of the listeners.
-pub(super) fn cookies(listeners: Listeners<'_>) -> Result<[u64; 3], Error> {
+fn cookies(listeners: Listeners<'_>) -> Result<[u64; 3], Error> {
     let cookie =
         |listener| socket::cookie(listener).map_err(|error| Error::new("reading a listener's cookie", error));
     Ok([

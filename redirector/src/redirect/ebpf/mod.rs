@@ -15,6 +15,7 @@
 //! - `plan`: what an attachment is made from
 //! - `look`: whether a pod is still as it was left
 //! - [`leftovers`]: what is left of all that, and its removal
+//! - `others`: listeners and cgroups of proxies that other processes are
 //! - `pins`: the bpffs
 //! - [`observe`]: the programs on a namespace without a proxy
 //! - [`trace`]: debug records of the programs
@@ -30,6 +31,7 @@ mod look;
 mod nsid;
 pub mod object;
 pub mod observe;
+mod others;
 mod pins;
 mod plan;
 mod reroute;
@@ -58,8 +60,9 @@ use redirector_common::{
 
 use self::{
     hooks::TcMode,
-    look::Known,
+    look::{Known, Listening},
     object::Object,
+    others::{Sockets, Trusted},
     pins::{Build, Pins},
     plan::Plan,
     routes::ROUTING,
@@ -69,8 +72,8 @@ use self::{
     trie::Compiled,
 };
 use super::{
-    Count, Error, Listeners, Marks, PodNetwork, Redirector,
-    maps::{ProberMap, TagMap},
+    Count, Error, Marks, PodNetwork, Redirector, Serving,
+    maps::{CgroupSet, TagMap},
     probers::{Search, Sources, View},
     rules::Rules,
 };
@@ -116,6 +119,7 @@ pub struct Ebpf {
     /// The pods that were attached and not yet detached; their namespaces are held open by the pods' owner as long.
     known: Mutex<HashMap<PodUid, Arc<Known>>>,
     probers: Mutex<Probers>,
+    trusted: Mutex<Trusted>,
     /// The namespace whose processes may probe; `None` if nobody may.
     node: Option<Netns>,
 }
@@ -123,7 +127,7 @@ pub struct Ebpf {
 /// Who probes, as looked for and as the programs know it.
 struct Probers {
     search: Search,
-    map: ProberMap,
+    map: CgroupSet,
 }
 
 impl Ebpf {
@@ -170,8 +174,9 @@ impl Ebpf {
         let probers = Probers {
             search: Search::new(config.probes.clone(), node.id())
                 .map_err(|error| Error::new("looking for the hierarchy of cgroups", error))?,
-            map: open_map(&build.maps(), layout::PROBERS, ProberMap::new)?,
+            map: open_map(&build.maps(), layout::PROBERS, CgroupSet::new)?,
         };
+        let trusted = Trusted::new(open_map(&build.maps(), layout::PROXIES, CgroupSet::new)?)?;
         tracing::info!(?tc_mode, dial_rule = ?object.dial_rule, "eBPF programs accepted by this kernel");
         Ok(Self {
             pins,
@@ -184,6 +189,7 @@ impl Ebpf {
             spares: Spares::default(),
             known: Mutex::default(),
             probers: Mutex::new(probers),
+            trusted: Mutex::new(trusted),
             node: (config.probes != Sources::None).then_some(node),
         })
     }
@@ -216,22 +222,32 @@ impl Redirector for Ebpf {
         plan::too_many(&Compiled::of(rules))
     }
 
-    fn attach(&self, pod: &PodNetwork, listeners: Listeners<'_>) -> Result<(), Error> {
-        let listening = look::cookies(listeners)?;
+    fn attach(&self, pod: &PodNetwork, serving: Serving<'_>) -> Result<(), Error> {
+        if let Serving::Others(peers) = &serving {
+            // Before its listeners are given anything: what it opens then is to leave.
+            let mut trusted = self.trusted.lock().unwrap_or_else(PoisonError::into_inner);
+            trusted.add(peers)?;
+        }
+        let listening = Listening::now(pod, &serving)?;
         let known = self.known().get(&pod.uid).map(Arc::clone);
         if let Some(known) = known
-            && known.still_holds(pod, listening, self.tc_mode)
+            && known.still_holds(pod, &listening, self.tc_mode)
             && self.still_has_dns(pod, known.slot)?
         {
             return Ok(());
         }
         self.known().remove(&pod.uid);
-        let plan = Plan::of(pod)?;
-        for listener in [listeners.outbound, listeners.inbound, listeners.hbone] {
+        let sockets = match (&serving, &listening) {
+            (Serving::Own(listeners), _) => Sockets::own(*listeners),
+            (Serving::Others(peers), Listening::Others(found)) => self.take_listeners(pod, peers, found)?,
+            (Serving::Others(_), Listening::Own(_)) => unreachable!("Listening::now answers in kind"),
+        };
+        let plan = Plan::of(pod, sockets.of_others)?;
+        for (_, listener) in sockets.places() {
             self.own_socket(listener)
                 .map_err(|error| Error::new("tagging a listener", error))?;
         }
-        let (instance, programs) = self.attach_anew(pod, &plan, listeners)?;
+        let (instance, programs) = self.attach_anew(pod, &plan, &sockets)?;
         let sysctls = match in_netns(&pod.netns, || ROUTING.open_sysctls(plan.v6)) {
             Ok(sysctls) => sysctls,
             Err(error) => {

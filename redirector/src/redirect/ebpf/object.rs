@@ -13,8 +13,8 @@ use aya::{
     programs::{Program, ProgramError, ProgramFd, SchedClassifier, SkLookup},
 };
 use redirector_common::maps::{
-    ADDRESSES, COUNTERS, DECIDERS, Decider, FACTS, HINTS, LISTENERS, MAX_SLOTS, PODS, PROBERS, RULES, SLOT,
-    TAGS, TRACED,
+    ADDRESSES, COUNTERS, DECIDERS, Decider, FACTS, HINTS, LISTENERS, MAX_SLOTS, PODS, PROBERS, PROXIES,
+    RULES, SLOT, TAGS, TRACED,
 };
 
 use super::pins::Build;
@@ -41,7 +41,7 @@ const LOGS: &str = "AYA_LOGS";
 pub(super) fn pins_of(shared: &Path, build: &Build) -> Vec<(&'static str, PathBuf)> {
     let of_node = [TAGS, LOGS].map(|name| (name, shared.join(name)));
     let of_build = [
-        PODS, FACTS, TRACED, ADDRESSES, RULES, LISTENERS, COUNTERS, DECIDERS, PROBERS, HINTS,
+        PODS, FACTS, TRACED, ADDRESSES, RULES, LISTENERS, COUNTERS, DECIDERS, PROBERS, PROXIES, HINTS,
     ]
     .map(|name| (name, build.maps().join(name)));
     of_node.into_iter().chain(of_build).collect()

@@ -41,7 +41,7 @@ impl Observation {
     /// Those of an attachment.
     pub fn begin(config: &Config, pod: &PodNetwork) -> Result<Self, Error> {
         object::check_embedded(object::OBJECT)?;
-        let plan = Plan::of(pod)?;
+        let plan = Plan::of(pod, false)?;
         let tc_mode = TcMode::of_kernel(config.force_clsact);
         // Maps of its own: nothing that serves pods is touched.
         let tags = Pins::existing(&config.bpffs_dir).shared().join(layout::TAGS);

@@ -27,8 +27,8 @@ pub(super) struct Plan {
 }
 
 impl Plan {
-    /// Looks into the pod.
-    pub(super) fn of(pod: &PodNetwork) -> Result<Self, Error> {
+    /// Looks into the pod. `lo` is among the interfaces to attach to if it is `with_lo`.
+    pub(super) fn of(pod: &PodNetwork, with_lo: bool) -> Result<Self, Error> {
         let (found, outward) = pod
             .netns
             .run(|| Ok((interfaces()?, with_default_route()?)))
@@ -75,6 +75,10 @@ impl Plan {
         }
         if interfaces.is_empty() {
             return refused("none of its interfaces has an address".to_owned());
+        }
+        if with_lo {
+            // First, so that its dials are known before anything is captured.
+            interfaces.splice(0..0, found.iter().filter(|interface| interface.loopback).cloned());
         }
         if pod.rules.items() > Rules::MAX_ITEMS {
             return refused(format!(

@@ -3,7 +3,7 @@
 use std::{
     collections::{BTreeSet, HashMap, HashSet},
     net::IpAddr,
-    os::fd::{AsFd, AsRawFd, BorrowedFd},
+    os::fd::{AsFd, AsRawFd},
     time::Instant,
 };
 
@@ -23,6 +23,7 @@ use super::{
     facts::FREED,
     generations::Generations,
     open_map,
+    others::Sockets,
     pins::Build,
     slots::{FreeSlots, Unavailable},
     trie::Compiled,
@@ -30,7 +31,7 @@ use super::{
 use crate::{
     mesh::pod::PodUid,
     redirect::{
-        Count, Error, Listeners,
+        Count, Error,
         maps::{AddressMap, CounterMap, FactsMap, PodMap, RuleMap, TracedMap},
     },
     sys::{listening::Listening, socket},
@@ -63,7 +64,7 @@ struct Held {
     dns: HashMap<u32, u64>,
     /// The listeners that the slot has been given, by socket cookie. The same socket is never put into its place again: kernels
     /// differ in what that leaves of the link by which a socket leaves the map when it closes.
-    listeners: Option<[u64; 3]>,
+    listeners: HashMap<u32, u64>,
 }
 
 impl Held {
@@ -75,7 +76,7 @@ impl Held {
             keys: Generations::default(),
             dns_candidates: None,
             dns: HashMap::new(),
-            listeners: None,
+            listeners: HashMap::new(),
         }
     }
 }
@@ -299,29 +300,28 @@ impl Store {
         Ok(())
     }
 
-    /// Puts the listeners into the pod's places of the sockmap, unless they are there.
-    pub(super) fn set_listeners(&mut self, slot: u32, listeners: Listeners<'_>) -> Result<(), Error> {
-        let places = [
-            (Listener::Outbound, listeners.outbound),
-            (Listener::Inbound, listeners.inbound),
-            (Listener::Hbone, listeners.hbone),
-        ];
-        let cookie = |(_, listener): (Listener, BorrowedFd<'_>)| {
-            socket::cookie(listener).map_err(|error| Error::new("reading a listener's cookie", error))
-        };
-        let cookies = [cookie(places[0])?, cookie(places[1])?, cookie(places[2])?];
+    /// Puts listeners into their places of the pod's in the sockmap, unless they are there. A place for which there is none stays as
+    /// it is: a socket that is closed has left it.
+    pub(super) fn set_listeners(&mut self, slot: u32, listeners: &Sockets<'_>) -> Result<(), Error> {
         let held = held(&mut self.slots, slot)?;
-        if held.listeners == Some(cookies) {
-            return Ok(());
-        }
-        for (listener, socket) in places {
+        for (place, socket) in listeners.places() {
+            let index = listener_index(slot, place);
+            let cookie =
+                socket::cookie(socket).map_err(|error| Error::new("reading a listener's cookie", error))?;
+            let before = held.listeners.get(&index);
+            if before == Some(&cookie) {
+                continue;
+            }
+            // Another process's may be there since before this agent began.
+            if listeners.of_others && before.is_none() {
+                let _ = self.listeners.clear_index(&index);
+            }
+            held.listeners.remove(&index);
             self.listeners
-                .set(listener_index(slot, listener), &socket.as_raw_fd(), 0)
-                .map_err(|error| {
-                    Error::new(format!("putting the {listener:?} listener into its map"), error)
-                })?;
+                .set(index, &socket.as_raw_fd(), 0)
+                .map_err(|error| Error::new(format!("putting the {place:?} listener into its map"), error))?;
+            held.listeners.insert(index, cookie);
         }
-        held.listeners = Some(cookies);
         Ok(())
     }
 

@@ -40,7 +40,7 @@ use self::{
     write::Writer,
 };
 use super::{
-    Count, Error, Listeners, Marks, PodNetwork, Redirector, routes::Routing, rules::Rules, sysctls::Sysctl,
+    Count, Error, Marks, PodNetwork, Redirector, Serving, routes::Routing, rules::Rules, sysctls::Sysctl,
 };
 use crate::{
     mesh::pod::PodUid,
@@ -259,7 +259,7 @@ impl Redirector for Iptables {
         })
     }
 
-    fn attach(&self, pod: &PodNetwork, _: Listeners<'_>) -> Result<(), Error> {
+    fn attach(&self, pod: &PodNetwork, _: Serving<'_>) -> Result<(), Error> {
         if let Some(why) = self.refuses(&pod.rules) {
             return Err(Error::new(format!("planning the capture of {}", pod.uid), why));
         }

@@ -44,6 +44,38 @@ async fn a_captured_pod_is_looked_at_again_and_again() {
 }
 
 #[tokio::test]
+async fn told_to_look_it_looks_and_tries_again_at_once() {
+    let mut agent = Agent::synced().await;
+    agent.add(pod("a", 2)).await.unwrap();
+    agent.world.fault("start b");
+    let retried = PodAdd {
+        on_failure: OnFailure::Retry,
+        ..pod("b", 3)
+    };
+    agent.add(retried).await.unwrap_err();
+    agent.world.mend();
+    agent.world.log();
+    agent.look.notify_one();
+    let captured = |status: &Status| {
+        status
+            .pods
+            .iter()
+            .filter(|pod| pod.state == State::Captured)
+            .count()
+    };
+    let both = agent.status.wait_for(|status| captured(status) == 2);
+    tokio::time::timeout(Duration::from_secs(10), both)
+        .await
+        .unwrap()
+        .unwrap();
+    let log = agent.world.log();
+    assert!(
+        log.contains(&"attach a".into()) && log.contains(&"start b".into()),
+        "{log:?}"
+    );
+}
+
+#[tokio::test]
 async fn a_pod_that_cannot_have_new_rules_is_kept_whole_with_those_it_has() {
     let mut agent = Agent::begin(false, Duration::from_millis(10));
     let leave_alone = |ports: &str| {

@@ -1,0 +1,225 @@
+//! ZDS as the node agent's side of it: we listen, as istio-cni does, and proxies that are other processes connect (ztunnel, or another
+//! agent with `--inpod-uds`). They are told of the pods and given each pod's network namespace.
+//!
+//! The socket and the taking of connections are here; `connection` is the talk with one proxy, `proxies` what all of them are told, and
+//! `pods::others` starts and stops a pod's proxy by it. Each connection has a task of its own, so that one that hangs holds up no other.
+
+use std::{
+    fs, io,
+    os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt},
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
+
+use tokio::{
+    task::{JoinSet, spawn_blocking},
+    time::sleep,
+};
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use self::connection::End;
+use super::cni_server::{self, remove_stale};
+use crate::{
+    redirect::Peer,
+    sys::{
+        cgroups::{self, Hierarchy},
+        seqpacket::{Listener, Seqpacket},
+    },
+};
+
+mod connection;
+mod proxies;
+
+pub use self::connection::check;
+pub use self::proxies::{Error, Proxies};
+
+/// Time between two connections that are taken: istio-cni takes 5 a second.
+const ACCEPT_INTERVAL: Duration = Duration::from_millis(200);
+
+/// Time to wait when no connection can be taken, as when files run out.
+const ACCEPT_BACKOFF: Duration = Duration::from_secs(1);
+
+/// The listening socket.
+#[derive(Debug)]
+pub struct ZdsServer {
+    listener: Listener,
+    file: SocketFile,
+    proxies: Arc<Proxies>,
+}
+
+/// Why the socket is not there.
+#[derive(Debug, thiserror::Error)]
+pub enum BindError {
+    /// Another process listens.
+    #[error(
+        "{path} is served by a running node agent (istio-cni?): stop that one, or choose another path (--ztunnel-uds)",
+        path = .path.display()
+    )]
+    InUse {
+        /// Where.
+        path: PathBuf,
+    },
+    /// Something that is not ours to remove is there.
+    #[error("{path} exists and is not a socket: choose another path (--ztunnel-uds)", path = .path.display())]
+    NotASocket {
+        /// Where.
+        path: PathBuf,
+    },
+    /// The system refuses.
+    #[error("{operation} {path}", path = .path.display())]
+    System {
+        /// What was tried.
+        operation: &'static str,
+        /// Where.
+        path: PathBuf,
+        /// Why it failed.
+        #[source]
+        source: io::Error,
+    },
+}
+
+impl ZdsServer {
+    /// Listens at `path`, with mode 0660. A socket that nobody serves any more is replaced. Must be called within a tokio runtime.
+    pub fn bind(path: &Path, proxies: Arc<Proxies>) -> Result<Self, BindError> {
+        let failed = |operation| {
+            move |source| BindError::System {
+                operation,
+                path: path.to_owned(),
+                source,
+            }
+        };
+        if let Some(directory) = path.parent() {
+            let mut builder = fs::DirBuilder::new();
+            let made = builder.recursive(true).mode(0o750).create(directory);
+            made.map_err(failed("create directory of"))?;
+        }
+        remove_stale(path).map_err(|error| match error {
+            cni_server::BindError::InUse { path } => BindError::InUse { path },
+            cni_server::BindError::NotASocket { path } => BindError::NotASocket { path },
+            // Somebody listens, with sockets of this type: unix(7).
+            cni_server::BindError::System { path, source, .. }
+                if source.raw_os_error() == Some(libc::EPROTOTYPE) =>
+            {
+                BindError::InUse { path }
+            }
+            cni_server::BindError::System {
+                operation,
+                path,
+                source,
+            } => BindError::System {
+                operation,
+                path,
+                source,
+            },
+        })?;
+        let listener = Listener::bind(path).map_err(failed("listen at"))?;
+        fs::set_permissions(path, fs::Permissions::from_mode(0o660)).map_err(failed("set mode of"))?;
+        let metadata = fs::symlink_metadata(path).map_err(failed("look at"))?;
+        let file = SocketFile {
+            path: path.to_owned(),
+            inode: metadata.ino(),
+        };
+        Ok(Self {
+            listener,
+            file,
+            proxies,
+        })
+    }
+
+    /// Serves until `stop`, then removes the socket.
+    pub async fn run(self, stop: CancellationToken) {
+        let Self {
+            listener,
+            file,
+            proxies,
+        } = self;
+        let mut connections = JoinSet::new();
+        loop {
+            let accepted = tokio::select! {
+                () = stop.cancelled() => break,
+                Some(_) = connections.join_next() => continue,
+                accepted = listener.accept() => accepted,
+            };
+            let pause = match accepted {
+                Ok(socket) => {
+                    connections.spawn(serve(socket, Arc::clone(&proxies), stop.clone()));
+                    ACCEPT_INTERVAL
+                }
+                Err(error) => {
+                    warn!(path = %file.path.display(), %error, "cannot take a proxy's connection");
+                    ACCEPT_BACKOFF
+                }
+            };
+            tokio::select! {
+                () = stop.cancelled() => break,
+                () = sleep(pause) => {}
+            }
+        }
+        // Proxies keep their pods when a connection ends.
+        connections.shutdown().await;
+        drop(file);
+    }
+}
+
+async fn serve(socket: Seqpacket, proxies: Arc<Proxies>, stop: CancellationToken) {
+    let pid = socket.peer_pid().unwrap_or(None);
+    let cgroup = match spawn_blocking(move || cgroup_of(pid)).await {
+        Ok(Ok(id)) => Some(id),
+        Ok(Err(error)) => {
+            warn!(
+                ?pid, %error,
+                "the proxy's cgroup can't be told: what has its mark (0x539) is taken for the proxy's, though pods with CAP_NET_ADMIN or \
+                 CAP_NET_RAW can set that too"
+            );
+            None
+        }
+        Err(_) => None,
+    };
+    let registered = proxies.register(Peer { pid, cgroup });
+    let (id, close) = (registered.id, registered.close.clone());
+    info!(connection = id, ?pid, ?cgroup, "a proxy has connected");
+    let end = tokio::select! {
+        () = stop.cancelled() => End::Stopping,
+        () = close.cancelled() => End::Replaced,
+        end = connection::talk(&socket, registered, &proxies) => end,
+    };
+    proxies.unregister(id);
+    match end {
+        End::Stopping => {}
+        End::Closed => info!(connection = id, ?pid, "the proxy has closed its connection"),
+        end => {
+            warn!(connection = id, ?pid, reason = %end, "the connection to the proxy is closed; it is to connect again")
+        }
+    }
+}
+
+fn cgroup_of(pid: Option<u32>) -> io::Result<u64> {
+    let pid = pid.ok_or_else(|| {
+        io::Error::other(
+            "its process is not seen from here: the agent has to be in the node's PID namespace (hostPID)",
+        )
+    })?;
+    let hierarchy = Hierarchy::find()?.ok_or_else(|| io::Error::other("no cgroup2 is mounted"))?;
+    let (_, directory) = hierarchy.of_process(pid)?;
+    cgroups::id(&directory)
+}
+
+/// The socket's file; removed on drop, if it is still this one.
+#[derive(Debug)]
+struct SocketFile {
+    path: PathBuf,
+    inode: u64,
+}
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        if fs::symlink_metadata(&self.path).is_ok_and(|now| now.ino() == self.inode) {
+            let _ = fs::remove_file(&self.path);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;
