@@ -34,7 +34,13 @@ struct Arguments {
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Run the agent
-    Agent(Box<Agent>),
+    Agent {
+        /// Read the configuration and the files that it names, print it as JSON, and end: 0 if it is right, 1 if not
+        #[arg(long)]
+        check: bool,
+        #[command(flatten)]
+        agent: Box<Agent>,
+    },
     /// Show the pods, their capture and the counters of the agent that runs on this node
     Status {
         /// Address of the agent's admin endpoint
@@ -104,7 +110,8 @@ const AGENT_RUNS: u8 = 3;
 fn main() -> ExitCode {
     // Bad usage is told by clap, with exit code 2.
     let result = match Arguments::parse().command {
-        Command::Agent(agent) => run_agent(*agent),
+        Command::Agent { check: true, agent } => check(*agent),
+        Command::Agent { agent, .. } => run_agent(*agent),
         Command::Uninstall(arguments) => uninstall(*arguments),
         Command::Status { admin_addr } => print_status(admin_addr),
         Command::Load { netns, backend } => until_signal(async |signal| {
@@ -150,6 +157,13 @@ fn environment() -> Environment {
         Some((name.into_string().ok()?, value.into_string().ok()?))
     };
     std::env::vars_os().filter_map(text).collect()
+}
+
+fn check(agent: Agent) -> anyhow::Result<()> {
+    let config = Config::load(agent.settings, agent.config.as_deref(), &environment())?;
+    app::check_files(&config)?;
+    let text = serde_json::to_string_pretty(&config).context("cannot show the configuration")?;
+    writeln!(io::stdout(), "{text}").context("cannot write to standard output")
 }
 
 fn run_agent(agent: Agent) -> anyhow::Result<()> {
