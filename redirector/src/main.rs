@@ -34,13 +34,7 @@ struct Arguments {
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Run the agent
-    Agent {
-        /// Read the configuration and the files that it names, print it as JSON, and end: 0 if it is right, 1 if not
-        #[arg(long)]
-        check: bool,
-        #[command(flatten)]
-        agent: Box<Agent>,
-    },
+    Agent(Box<Run>),
     /// Show the pods, their capture and the counters of the agent that runs on this node
     Status {
         /// Address of the agent's admin endpoint
@@ -96,6 +90,15 @@ struct Agent {
 }
 
 #[derive(Debug, clap::Args)]
+struct Run {
+    /// Read the configuration and the files that it names, print it as JSON, and end: 0 if it is right, 1 if not
+    #[arg(long)]
+    check: bool,
+    #[command(flatten)]
+    agent: Agent,
+}
+
+#[derive(Debug, clap::Args)]
 struct Uninstall {
     /// Remove the development CA too. Pods on other nodes that have its certificates are no longer trusted by a new one
     #[arg(long)]
@@ -110,8 +113,8 @@ const AGENT_RUNS: u8 = 3;
 fn main() -> ExitCode {
     // Bad usage is told by clap, with exit code 2.
     let result = match Arguments::parse().command {
-        Command::Agent { check: true, agent } => check(*agent),
-        Command::Agent { agent, .. } => run_agent(*agent),
+        Command::Agent(run) if run.check => check(run.agent),
+        Command::Agent(run) => run_agent(run.agent),
         Command::Uninstall(arguments) => uninstall(*arguments),
         Command::Status { admin_addr } => print_status(admin_addr),
         Command::Load { netns, backend } => until_signal(async |signal| {

@@ -45,7 +45,7 @@ def rendered(chart, values):
 
 def case(chart, values):
     try:
-        return {"objects": rendered(chart, values), "lint": helm.lint(CHART, values)["messages"]}
+        return {"objects": rendered(chart, values), "lint": helm.lint(CHART, values, namespace=RELEASE["namespace"])["messages"]}
     except helm.HelmError as error:
         return {"error": str(error)}
 

