@@ -156,7 +156,7 @@ pub(crate) fn privileged(way: Option<Way>, total: &mut Total, filter: Option<&st
 }
 
 /// A Python with the peers in it.
-fn python_peers() -> Result<PathBuf> {
+pub(crate) fn python_peers() -> Result<PathBuf> {
     let environment = process::tools().join("python");
     let python = environment.join("bin/python3");
     let stamp = environment.join(".peers");
