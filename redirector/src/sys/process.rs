@@ -23,10 +23,11 @@ const NODE_SYSCTLS: &str = "/host/proc/sys";
 /// The directory in which the switches of the kernel can be set, found once.
 pub fn sysctls() -> &'static str {
     static DIRECTORY: OnceLock<&'static str> = OnceLock::new();
-    DIRECTORY.get_or_init(|| {
-        let read_only = statvfs(SYSCTLS).is_ok_and(|found| found.flags().contains(FsFlags::ST_RDONLY));
-        choose_sysctls(read_only, Path::new(NODE_SYSCTLS).is_dir())
-    })
+    DIRECTORY.get_or_init(|| choose_sysctls(sysctls_are_read_only(), Path::new(NODE_SYSCTLS).is_dir()))
+}
+
+fn sysctls_are_read_only() -> bool {
+    statvfs(SYSCTLS).is_ok_and(|found| found.flags().contains(FsFlags::ST_RDONLY))
 }
 
 /// Where they cannot be set anywhere, errors are to name the place that everybody knows.
@@ -105,6 +106,14 @@ pub fn sees_all() -> bool {
     let first = fs::metadata("/proc/self/ns/pid").is_ok_and(|found| found.ino() == FIRST);
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     first && effective(&status).is_some_and(|effective| effective & (1 << CAP_SYS_PTRACE) != 0)
+}
+
+/// Whether we are in a container, as far as can be told: its runtime has made /proc/sys read-only, or PID 1 has other mounts. What a
+/// container mounts ends with it.
+pub fn in_container() -> bool {
+    let namespace = |of: &str| fs::read_link(format!("/proc/{of}/ns/mnt"));
+    let other_mounts = || matches!((namespace("self"), namespace("1")), (Ok(own), Ok(init)) if own != init);
+    sysctls_are_read_only() || other_mounts()
 }
 
 /// Whether a process is, or may be, in this network namespace, as far as [`sees_all`] holds. PID 1 is in none of a pod's.

@@ -452,9 +452,14 @@ fn mounts_are_used(way: &Way, pod: &Value, container: &Value, config: &Value) {
     }
     assert_eq!(node_paths, set(way.node_paths));
     let mut config = config.clone();
-    if config["redirect"] == "none" {
-        // Nothing is pinned then.
-        config["bpffsDir"].take();
+    // Where nothing is pinned, and where others see to the plugin, these say nothing.
+    for (unused, setting) in [
+        (config["redirect"] == "none", "bpffsDir"),
+        (config["cni"]["install"] != true, "cni"),
+    ] {
+        if unused {
+            config[setting].take();
+        }
     }
     for path in paths(&config) {
         let inside = |mount: &&&Value| Path::new(&path).starts_with(text(&mount["mountPath"]));

@@ -419,12 +419,18 @@ pub(crate) fn what_the_daemonset_leaves_out_is_missed() {
             agent.said()
         );
     }
-    let mut agent = ground.start(|container| {
-        container["volumeMounts"]
-            .as_array_mut()
-            .unwrap()
-            .retain(|mount| mount["name"] != "proc");
-    });
+    let without = |volume: &str| {
+        ground.start(|container| {
+            let mounts = container["volumeMounts"].as_array_mut().unwrap();
+            mounts.retain(|mount| mount["name"] != volume);
+        })
+    };
+    // Pins that end with the container would leave the pods in plain.
+    let mut agent = without("bpffs");
+    assert!(!agent.end().success());
+    let said = agent.said();
+    assert!(said.contains("mount -t bpf bpf /sys/fs/bpf"), "{said}");
+    let mut agent = without("proc");
     agent.wait_ready(&ground.node);
     let answer = ground.tell("/cmdadd", &ground.client);
     assert_eq!(answer.status, 500);
