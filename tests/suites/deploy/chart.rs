@@ -657,6 +657,11 @@ pub(crate) fn contradictions_are_refused() {
         (json!({"pods": "zds", "redirect": "ebpf"}), "istio-cni redirects"),
         (json!({"redirect": "none"}), "nobody would redirect"),
         (
+            json!({"proxy": "ztunnel", "redirect": "iptables"}),
+            "by eBPF only",
+        ),
+        (json!({"proxy": "ztunnel", "strict": true}), "own proxy"),
+        (
             json!({"controlPlane": {"xdsAddress": ""}}),
             "certificates.address",
         ),

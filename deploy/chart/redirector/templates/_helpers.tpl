@@ -56,7 +56,14 @@ app.kubernetes.io/part-of: redirector
 {{- if and (eq .Values.pods "cni") (eq (include "redirector.redirect" .) "none") }}
 {{- fail "redirect: none: with pods: cni nobody would redirect; give ebpf or iptables" }}
 {{- end }}
-{{- if include "redirector.carries" . }}
+{{- if eq .Values.proxy "ztunnel" }}
+{{- if ne (include "redirector.redirect" .) "ebpf" }}
+{{- fail "proxy: ztunnel: redirection is by eBPF only; leave redirect empty" }}
+{{- end }}
+{{- if or .Values.strict .Values.sameNodeDirect .Values.workloads }}
+{{- fail "proxy: ztunnel: strict, sameNodeDirect and workloads are for this agent's own proxy; leave them out" }}
+{{- end }}
+{{- else }}
 {{- $certificates := .Values.certificates }}
 {{- if and (eq $certificates.source "istio") (not (include "redirector.caAddress" .)) }}
 {{- fail "certificates.source: istio: needs certificates.address, or controlPlane.xdsAddress; choose another source where there is no Istio" }}
