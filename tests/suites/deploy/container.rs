@@ -69,16 +69,24 @@ struct Ground {
 
 impl Ground {
     fn new() -> Self {
+        Self::with(&json!({}))
+    }
+
+    /// With more values for the chart.
+    fn with(more: &Value) -> Self {
         let node = Node::new();
         let (client, server) = (node.pod("client"), node.pod("server"));
         let workloads: Value = serde_yaml::from_str(&Workloads::hbone([&client, &server]).to_yaml()).unwrap();
-        let objects = render(&json!({
+        let mut values = json!({
             "controlPlane": {"xdsAddress": ""},
             "certificates": {"source": "development"},
             "workloads": workloads,
             // Without Kubernetes, all pods that the plugin tells of are enrolled.
             "settings": {"kubernetes-pods": false},
-        }));
+        });
+        let more = more.as_object().expect("a map").clone();
+        values.as_object_mut().expect("a map").extend(more);
+        let objects = render(&values);
         let ground = Self {
             client,
             server,
@@ -130,6 +138,10 @@ impl Ground {
             if volume["hostPath"]["type"] == "DirectoryOrCreate" {
                 fs::create_dir_all(&path).unwrap();
             }
+            if volume["hostPath"]["type"] == "FileOrCreate" {
+                fs::create_dir_all(path.parent().unwrap()).unwrap();
+                fs::File::options().create(true).append(true).open(&path).unwrap();
+            }
             return path;
         }
         assert_eq!(name, "config", "{volume}");
@@ -180,19 +192,29 @@ impl Ground {
             binary().unwrap().with_file_name("redirector-cni"),
         ];
         for program in &programs {
-            fs::copy(program, bin.join(program.file_name().unwrap())).unwrap();
-            let libraries = Command::new("ldd")
-                .arg(program)
-                .output()
-                .expect("ldd is of the C library");
-            let libraries = String::from_utf8_lossy(&libraries.stdout).into_owned();
-            for library in libraries.split_whitespace().filter(|word| word.starts_with('/')) {
-                let copy = root.join(library.trim_start_matches('/'));
-                fs::create_dir_all(copy.parent().unwrap()).unwrap();
-                fs::copy(library, copy).unwrap();
-            }
+            copy_with_libraries(&root, program, &bin.join(program.file_name().unwrap()));
         }
         root
+    }
+
+    /// Adds the programs that write iptables rules to the image's files, as Debian's package has them.
+    fn add_iptables(&self) {
+        let root = self.root();
+        let multi = "/usr/sbin/xtables-nft-multi";
+        copy_with_libraries(&root, Path::new(multi), &root.join(&multi[1..]));
+        for name in [
+            "iptables-restore",
+            "iptables-save",
+            "ip6tables-restore",
+            "ip6tables-save",
+        ] {
+            symlink(multi, root.join("usr/sbin").join(name)).unwrap();
+        }
+        let matches = fs::read_dir("/usr/lib/x86_64-linux-gnu/xtables").expect("iptables is installed");
+        for file in matches.map(|entry| entry.unwrap().path()) {
+            let copy = root.join(file.strip_prefix("/").unwrap());
+            copy_with_libraries(&root, &file, &copy);
+        }
     }
 
     fn tell(&self, path: &str, pod: &Pod) -> cni::Answer {
@@ -201,6 +223,23 @@ impl Ground {
         // As container runtimes name it.
         event["Netns"] = json!(Path::new("/var/run/netns").join(pod.ns.name()));
         cni::post(&socket, path, &event.to_string()).unwrap_or_else(|error| panic!("{error:#}"))
+    }
+}
+
+/// Copies a program into a root directory, and the libraries that it wants to where they are.
+fn copy_with_libraries(root: &Path, program: &Path, to: &Path) {
+    let copy = |from: &Path, to: &Path| {
+        fs::create_dir_all(to.parent().unwrap()).unwrap();
+        fs::copy(from, to).unwrap_or_else(|error| panic!("copying {}: {error}", from.display()));
+    };
+    copy(program, to);
+    let libraries = Command::new("ldd").arg(program).output();
+    let libraries = String::from_utf8(libraries.expect("ldd is of the C library").stdout).unwrap();
+    for library in libraries.split_whitespace().filter(|word| word.starts_with('/')) {
+        let to = root.join(library.trim_start_matches('/'));
+        if !to.exists() {
+            copy(Path::new(library), &to);
+        }
     }
 }
 
@@ -398,6 +437,25 @@ pub(crate) fn the_agent_works_as_the_daemonset_says() {
     let mut next = ground.start(|_| {});
     next.wait_ready(&ground.node);
     app::ask_who(&ground.client.ns, ground.server.addr(Family::V4, PORT)).unwrap();
+    for pod in [&ground.client, &ground.server] {
+        assert_eq!(ground.tell("/cmddel", pod).status, 200);
+    }
+}
+
+pub(crate) fn rules_of_iptables_can_be_written_from_the_container() {
+    let ground = Ground::with(&json!({"redirect": "iptables"}));
+    ground.add_iptables();
+    let mut agent = ground.start(|_| {});
+    agent.wait_ready(&ground.node);
+    for pod in [&ground.client, &ground.server] {
+        let answer = ground.tell("/cmdadd", pod);
+        assert_eq!(answer.status, 200, "{}\n{}", answer.body, agent.said());
+    }
+    let _app = App::start(&ground.server.ns, (Family::V4.any(), PORT).into(), app::who);
+    app::ask_who(&ground.client.ns, ground.server.addr(Family::V4, PORT)).unwrap();
+    wait::until("the connection's record", || {
+        agent.said().contains(&ground.client.identity()).then_some(())
+    });
     for pod in [&ground.client, &ground.server] {
         assert_eq!(ground.tell("/cmddel", pod).status, 200);
     }

@@ -34,6 +34,10 @@ fn main() -> ExitCode {
             container::the_agent_works_as_the_daemonset_says,
         ),
         case(
+            "rules_of_iptables_can_be_written_from_the_container",
+            container::rules_of_iptables_can_be_written_from_the_container,
+        ),
+        case(
             "what_the_daemonset_leaves_out_is_missed",
             container::what_the_daemonset_leaves_out_is_missed,
         ),
