@@ -146,7 +146,7 @@ fn try_out(buildah: &Buildah, name: &str, object: &Path) -> Result<()> {
     let root = process::output(buildah.command("mount").arg(&files.container));
     let root = PathBuf::from(root.context("mounting the image's files")?.trim());
     let said = |changes: &[&str], program: &str, arguments: &[&str], variable: Option<(&str, &str)>| {
-        let mut chroot = process::command("chroot");
+        let mut chroot = process::command(process::find("chroot").context("there is no chroot")?);
         chroot
             .args(changes)
             .arg(&root)

@@ -218,7 +218,7 @@ pub(crate) const WAYS: &[Way] = &[
                 {"matchExpressions": [{"key": "mesh", "operator": "Exists"}]}]}}},
             "podLabels": {"a": "b"}, "podAnnotations": {"c": "d"}, "serviceAccount": {"annotations": {"e": "f"}},
             "monitoring": {"service": true, "podMonitor": {"create": true, "labels": {"release": "prometheus"}}},
-            "networkPolicy": {"allowHbone": [{"namespace": "shop", "podSelector": {"matchLabels": {"app": "web"}}}, {"namespace": "bank"}]}
+            "networkPolicy": {"allowHbone": [{"namespace": "shop", "podSelector": {"matchLabels": {"app": "web"}}}, {"namespace": "shop"}]}
         }"#,
         capabilities: &["CAP_DAC_OVERRIDE", "CAP_SYS_PTRACE", "CAP_SYS_RESOURCE"],
         rights: OF_PODS,
@@ -288,6 +288,7 @@ pub(crate) fn objects_are_right(way: &Way) {
     };
     names_lead_somewhere(&objects, daemonset);
     let config = configuration(&objects, container);
+    let config = config.unwrap_or_else(|error| panic!("{error}\n{:#}", only(&objects, "ConfigMap")["data"]));
     mounts_are_used(way, pod, container, &config);
     ports_are_the_agents(&objects, daemonset, container, &config);
     assert_eq!(
@@ -372,6 +373,15 @@ fn names_lead_somewhere(objects: &[Value], daemonset: &Value) {
             assert_eq!(selector, &daemonset["spec"]["selector"]["matchLabels"]);
         }
     }
+    let mut seen = BTreeSet::new();
+    for object in objects {
+        let metadata = &object["metadata"];
+        let name = format!(
+            "{} {} {}",
+            object["kind"], metadata["namespace"], metadata["name"]
+        );
+        assert!(seen.insert(name.clone()), "{name} is there twice");
+    }
     let cluster_wide = ["Namespace", "ClusterRole", "ClusterRoleBinding", "NetworkPolicy"];
     for object in objects
         .iter()
@@ -381,8 +391,8 @@ fn names_lead_somewhere(objects: &[Value], daemonset: &Value) {
     }
 }
 
-/// The configuration as the agent understands it, from the container's own arguments, environment and files.
-fn configuration(objects: &[Value], container: &Value) -> Value {
+/// The configuration as the agent understands it, from the container's own arguments, environment and files; or what it minds.
+fn configuration(objects: &[Value], container: &Value) -> Result<Value, String> {
     let directory = Directory::create(&unique_prefix()).unwrap();
     let here = directory.path().to_str().expect("it is a text");
     for (file, content) in only(objects, "ConfigMap")["data"].as_object().unwrap() {
@@ -396,13 +406,34 @@ fn configuration(objects: &[Value], container: &Value) -> Value {
         .envs(environment(container))
         .stdin(Stdio::null());
     let output = agent.output().expect("the agent starts");
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(
-        output.status.success(),
-        "{said}\n{:#}",
-        only(objects, "ConfigMap")["data"]
-    );
-    serde_json::from_slice(&output.stdout).expect("the agent shows JSON")
+    match output.status.success() {
+        true => Ok(serde_json::from_slice(&output.stdout).expect("the agent shows JSON")),
+        false => Err(String::from_utf8_lossy(&output.stderr).into_owned()),
+    }
+}
+
+/// What no schema can know, the agent says without starting.
+pub(crate) fn wrong_settings_are_told_by_check() {
+    for (values, says) in [
+        (json!({"settings": {"no-such-setting": true}}), "no-such-setting"),
+        (json!({"settings": {"worker-threads": "many"}}), "worker-threads"),
+        (
+            json!({"rules": {"node": {"excludeOutboundPorts": [70000]}}}),
+            "excludeOutboundPorts",
+        ),
+        (
+            json!({"workloads": {"workloads": [{"name": "web"}]}}),
+            "workloads[0]",
+        ),
+        (json!({"extraArgs": ["--no-such-flag"]}), "--no-such-flag"),
+    ] {
+        let objects = render(&values);
+        let container = &only(&objects, "DaemonSet")["spec"]["template"]["spec"]["containers"][0];
+        match configuration(&objects, container) {
+            Ok(_) => panic!("{values} is taken"),
+            Err(error) => assert!(error.contains(says), "{values}: {error}"),
+        }
+    }
 }
 
 /// The container's environment on some node, and what Kubernetes adds.

@@ -22,6 +22,10 @@ fn main() -> ExitCode {
         ),
         case("contradictions_are_refused", chart::contradictions_are_refused),
         case(
+            "wrong_settings_are_told_by_check",
+            chart::wrong_settings_are_told_by_check,
+        ),
+        case(
             "agents_have_the_rights_that_the_way_needs",
             chart::agents_have_the_rights_that_the_way_needs,
         ),

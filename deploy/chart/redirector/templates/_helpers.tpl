@@ -20,6 +20,12 @@ app.kubernetes.io/part-of: redirector
 {{- .Values.redirect | default (ternary "none" "ebpf" (eq .Values.pods "zds")) -}}
 {{- end }}
 
+{{/* Which image: iptables' programs are in one of their own. */}}
+{{- define "redirector.tag" -}}
+{{- $own := ternary "-iptables" "" (eq (include "redirector.redirect" .) "iptables") -}}
+{{- .Values.image.tag | default (printf "%s%s" .Chart.AppVersion $own) -}}
+{{- end }}
+
 {{/* Whether the agent asks the Kubernetes API. */}}
 {{- define "redirector.asksKubernetes" -}}
 {{- if or (eq .Values.pods "cni") (include "redirector.signs" .) }}true{{ end -}}
