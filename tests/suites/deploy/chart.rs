@@ -114,10 +114,7 @@ pub(crate) const WAYS: &[Way] = &[
             "certificates": {"source": "files", "files": {"volume": {"secret": {"secretName": "mesh"}}}},
             "rules": {"node": {"excludeOutboundPorts": [22]},
                       "pods": [{"namespace": "shop", "rules": {"strict": true, "excludeInboundPorts": "5432"}}]},
-            "workloads": {
-                "workloads": [{"name": "web", "namespace": "shop", "serviceAccount": "web", "trustDomain": "example.org",
-                               "workloadIps": ["10.1.2.3"], "protocol": "HBONE", "services": {"shop/web.shop": {"80": 8080}}}],
-                "services": [{"name": "web", "namespace": "shop", "hostname": "web.shop", "vips": ["/10.9.0.1"], "ports": {"80": 8080}}]}
+            "workloads": "workloads:\n- {name: web, namespace: shop, serviceAccount: web, trustDomain: example.org, workloadIps: [10.1.2.3], protocol: HBONE, services: {shop/web.shop: {80: 8080}}}\nservices:\n- {name: web, namespace: shop, hostname: web.shop, vips: [/10.9.0.1], ports: {80: 8080}}\n"
         }"#,
         capabilities: OF_CNI,
         rights: OF_PODS,
@@ -421,10 +418,7 @@ pub(crate) fn wrong_settings_are_told_by_check() {
             json!({"rules": {"node": {"excludeOutboundPorts": [70000]}}}),
             "excludeOutboundPorts",
         ),
-        (
-            json!({"workloads": {"workloads": [{"name": "web"}]}}),
-            "workloads[0]",
-        ),
+        (json!({"workloads": "workloads: [{name: web}]"}), "workloads[0]"),
         (json!({"extraArgs": ["--no-such-flag"]}), "--no-such-flag"),
     ] {
         let objects = render(&values);

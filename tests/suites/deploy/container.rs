@@ -76,7 +76,7 @@ impl Ground {
     fn with(more: &Value) -> Self {
         let node = Node::new();
         let (client, server) = (node.pod("client"), node.pod("server"));
-        let workloads: Value = serde_yaml::from_str(&Workloads::hbone([&client, &server]).to_yaml()).unwrap();
+        let workloads = Workloads::hbone([&client, &server]).to_yaml();
         let mut values = json!({
             "controlPlane": {"xdsAddress": ""},
             "certificates": {"source": "development"},
