@@ -5,6 +5,7 @@ mod chart;
 mod container;
 mod image;
 mod objects;
+mod ways;
 
 use std::process::ExitCode;
 
@@ -46,7 +47,7 @@ fn main() -> ExitCode {
             container::what_the_daemonset_leaves_out_is_missed,
         ),
     ];
-    cases.extend(chart::WAYS.iter().map(|way| {
+    cases.extend(ways::WAYS.iter().map(|way| {
         case(format!("objects_are_right_{}", way.name), || {
             chart::objects_are_right(way)
         })
