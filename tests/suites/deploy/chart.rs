@@ -381,6 +381,8 @@ pub(crate) fn agents_have_the_rights_that_the_way_needs() {
     assert!(rights(&objects).is_empty());
     let objects = render(&json!({"enrolment": {"statusAnnotation": ""}}));
     assert!(!rights(&objects).contains("patch pods/status"));
+    let objects = render(&json!({"nodeSelector": null}));
+    assert!(!rights(&objects).contains("get nodes"));
     // Nothing of secrets, and nothing that changes what runs, whatever is chosen.
     for way in WAYS {
         for right in way.rights {

@@ -28,6 +28,7 @@ const OF_PODS: &[&str] = &[
     "get namespaces",
     "list namespaces",
     "watch namespaces",
+    "get nodes",
     "patch pods/status",
     "get daemonsets redirector",
 ];
@@ -38,6 +39,7 @@ const OF_PODS_AND_SIGNER: &[&str] = &[
     "get namespaces",
     "list namespaces",
     "watch namespaces",
+    "get nodes",
     "patch pods/status",
     "get daemonsets redirector",
     "create certificatesigningrequests",
@@ -51,6 +53,7 @@ const OF_APPROVER: &[&str] = &[
     "get namespaces",
     "list namespaces",
     "watch namespaces",
+    "get nodes",
     "patch pods/status",
     "get daemonsets redirector",
     "create certificatesigningrequests",
