@@ -76,23 +76,13 @@ impl Ground {
     fn with(more: &Value) -> Self {
         let node = Node::new();
         let (client, server) = (node.pod("client"), node.pod("server"));
-        let workloads = Workloads::hbone([&client, &server]).to_yaml();
-        let mut values = json!({
-            "controlPlane": {"xdsAddress": ""},
-            "certificates": {"source": "development"},
-            "workloads": workloads,
-            // Without Kubernetes, all pods that the plugin tells of are enrolled.
-            "settings": {"kubernetes-pods": false},
-        });
-        let more = more.as_object().expect("a map").clone();
-        values.as_object_mut().expect("a map").extend(more);
-        let objects = render(&values);
-        let ground = Self {
+        let mut ground = Self {
             client,
             server,
-            objects,
+            objects: Vec::new(),
             node,
         };
+        ground.objects = ground.render(more);
         // What the node has before any agent comes.
         let bpffs = ground.of_node("/sys/fs/bpf");
         fs::create_dir_all(&bpffs).unwrap();
@@ -112,6 +102,20 @@ impl Ground {
         ground
     }
 
+    /// What the chart gives for a mesh of the two pods, by more values.
+    fn render(&self, more: &Value) -> Vec<Value> {
+        let mut values = json!({
+            "controlPlane": {"xdsAddress": ""},
+            "certificates": {"source": "development"},
+            "workloads": Workloads::hbone([&self.client, &self.server]).to_yaml(),
+            // Without Kubernetes, all pods that the plugin tells of are enrolled.
+            "settings": {"kubernetes-pods": false},
+        });
+        let more = more.as_object().expect("a map").clone();
+        values.as_object_mut().expect("a map").extend(more);
+        render(&values)
+    }
+
     /// Where a path of the node is: the kernel's own are the machine's.
     fn of_node(&self, path: &str) -> PathBuf {
         match path {
@@ -125,13 +129,9 @@ impl Ground {
         }
     }
 
-    fn pod(&self) -> &Value {
-        &only(&self.objects, "DaemonSet")["spec"]["template"]["spec"]
-    }
-
     /// Where a volume's content is.
-    fn volume(&self, name: &str) -> PathBuf {
-        let volume = items(&self.pod()["volumes"]).find(|volume| volume["name"] == name);
+    fn volume(&self, objects: &[Value], name: &str) -> PathBuf {
+        let volume = items(&pod(objects)["volumes"]).find(|volume| volume["name"] == name);
         let volume = volume.unwrap_or_else(|| panic!("no volume is named {name}"));
         if let Some(path) = volume["hostPath"]["path"].as_str() {
             let path = self.of_node(path);
@@ -145,9 +145,9 @@ impl Ground {
             return path;
         }
         assert_eq!(name, "config", "{volume}");
-        let directory = self.node.directory().join("config");
+        let directory = self.node.directory().join(unique_prefix());
         fs::create_dir_all(&directory).unwrap();
-        for (file, content) in only(&self.objects, "ConfigMap")["data"].as_object().unwrap() {
+        for (file, content) in only(objects, "ConfigMap")["data"].as_object().unwrap() {
             fs::write(directory.join(file), text(content)).unwrap();
         }
         directory
@@ -155,7 +155,12 @@ impl Ground {
 
     /// Starts the container, after a change to what the DaemonSet says of it.
     fn start(&self, change: impl FnOnce(&mut Value)) -> Container {
-        let mut container = self.pod()["containers"][0].clone();
+        self.start_of(&self.objects, change)
+    }
+
+    fn start_of(&self, objects: &[Value], change: impl FnOnce(&mut Value)) -> Container {
+        let pod = pod(objects);
+        let mut container = pod["containers"][0].clone();
         change(&mut container);
         let mounts = items(&container["volumeMounts"]).map(|mount| {
             let propagation = match mount["mountPropagation"].as_str() {
@@ -165,11 +170,11 @@ impl Ground {
             };
             let access = if mount["readOnly"] == true { "ro" } else { "rw" };
             json!({
-                "destination": mount["mountPath"], "type": "bind", "source": self.volume(text(&mount["name"])),
+                "destination": mount["mountPath"], "type": "bind", "source": self.volume(objects, text(&mount["name"])),
                 "options": ["rbind", propagation, access],
             })
         });
-        let spec = specification(&container, mounts.collect(), &self.node, &self.root());
+        let spec = specification(pod, &container, mounts.collect(), (&self.node, &self.root()));
         Container::start(&self.node, &spec)
     }
 
@@ -243,8 +248,13 @@ fn copy_with_libraries(root: &Path, program: &Path, to: &Path) {
     }
 }
 
+/// The pod of the DaemonSet.
+fn pod(objects: &[Value]) -> &Value {
+    &only(objects, "DaemonSet")["spec"]["template"]["spec"]
+}
+
 /// The container for the OCI runtime, as a CRI runtime translates it.
-fn specification(container: &Value, mounts: Vec<Value>, node: &Node, root: &Path) -> Value {
+fn specification(pod: &Value, container: &Value, mounts: Vec<Value>, (node, root): (&Node, &Path)) -> Value {
     let context = &container["securityContext"];
     let held: Vec<_> = capabilities(container).into_iter().collect();
     let mut arguments = vec!["/usr/local/bin/redirector"];
@@ -279,6 +289,16 @@ fn specification(container: &Value, mounts: Vec<Value>, node: &Node, root: &Path
         .into_iter()
         .filter(|mount| !taken.contains(text(&mount["destination"])));
     assert_eq!(context["seccompProfile"]["type"], "RuntimeDefault");
+    // The node's processes, where they are asked for, and its network; the rest is the container's own.
+    assert_eq!(pod["hostNetwork"], true);
+    let mut namespaces = vec![
+        json!({"type": "mount"}),
+        json!({"type": "ipc"}),
+        json!({"type": "network", "path": node.host.ns.path()}),
+    ];
+    if pod["hostPID"] != true {
+        namespaces.push(json!({"type": "pid"}));
+    }
     json!({
         "ociVersion": "1.0.2",
         "process": {
@@ -291,8 +311,7 @@ fn specification(container: &Value, mounts: Vec<Value>, node: &Node, root: &Path
         "hostname": "",
         "mounts": usual.chain(mounts).collect::<Vec<_>>(),
         "linux": {
-            // The node's processes (hostPID) and network (hostNetwork); the rest is its own.
-            "namespaces": [{"type": "mount"}, {"type": "ipc"}, {"type": "network", "path": node.host.ns.path()}],
+            "namespaces": namespaces,
             "maskedPaths": MASKED, "readonlyPaths": READ_ONLY, "seccomp": seccomp(&held),
             "resources": {"devices": [{"allow": false, "access": "rwm"}]},
         },
@@ -365,7 +384,11 @@ impl Container {
     }
 
     fn wait_ready(&mut self, node: &Node) {
-        let ready = (std::net::Ipv4Addr::LOCALHOST, 15021).into();
+        self.wait_ready_at(node, 15021);
+    }
+
+    fn wait_ready_at(&mut self, node: &Node, port: u16) {
+        let ready = (std::net::Ipv4Addr::LOCALHOST, port).into();
         wait::within(DEADLINE, "the agent to be ready", || {
             assert!(self.ended().is_none(), "it ended: {}", self.said());
             let (status, _) = app::http_get(&node.host.ns, ready, "/healthz/ready").ok()?;
@@ -455,6 +478,36 @@ pub(crate) fn rules_of_iptables_can_be_written_from_the_container() {
     app::ask_who(&ground.client.ns, ground.server.addr(Family::V4, PORT)).unwrap();
     wait::until("the connection's record", || {
         agent.said().contains(&ground.client.identity()).then_some(())
+    });
+    for pod in [&ground.client, &ground.server] {
+        assert_eq!(ground.tell("/cmddel", pod).status, 200);
+    }
+}
+
+/// One agent in the place of istio-cni, and another in that of ztunnel: what the first needs of the kernel to serve pods by the second, the
+/// container lets it have.
+pub(crate) fn a_proxy_in_another_container_serves_the_pods() {
+    let ground = Ground::with(&json!({"proxy": "ztunnel", "workloads": ""}));
+    let proxy = ground.render(&json!({
+        "pods": "zds",
+        // Of the node, and both are on it here.
+        "settings": {
+            "state-dir": "/run/redirector/proxy", "admin-addr": "127.0.0.1:15100",
+            "metrics-addr": "127.0.0.1:15120", "readiness-addr": "127.0.0.1:15121",
+        },
+    }));
+    let mut agent = ground.start(|_| {});
+    agent.wait_ready(&ground.node);
+    let mut proxy = ground.start_of(&proxy, |_| {});
+    proxy.wait_ready_at(&ground.node, 15121);
+    for pod in [&ground.client, &ground.server] {
+        let answer = ground.tell("/cmdadd", pod);
+        assert_eq!(answer.status, 200, "{}\n{}", answer.body, agent.said());
+    }
+    let _app = App::start(&ground.server.ns, (Family::V4.any(), PORT).into(), app::who);
+    app::ask_who(&ground.client.ns, ground.server.addr(Family::V4, PORT)).unwrap();
+    wait::until("the connection's record", || {
+        proxy.said().contains(&ground.client.identity()).then_some(())
     });
     for pod in [&ground.client, &ground.server] {
         assert_eq!(ground.tell("/cmddel", pod).status, 200);

@@ -43,6 +43,10 @@ fn main() -> ExitCode {
             container::rules_of_iptables_can_be_written_from_the_container,
         ),
         case(
+            "a_proxy_in_another_container_serves_the_pods",
+            container::a_proxy_in_another_container_serves_the_pods,
+        ),
+        case(
             "what_the_daemonset_leaves_out_is_missed",
             container::what_the_daemonset_leaves_out_is_missed,
         ),
