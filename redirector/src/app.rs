@@ -28,7 +28,7 @@ use tokio::{
     time::{Duration, timeout},
 };
 use tokio_util::sync::CancellationToken;
-use tracing::{error, info, warn};
+use tracing::{debug, error, info, warn};
 
 use self::{installer::Installer, table::Table, upkeep::Upkeep};
 use crate::{
@@ -182,7 +182,7 @@ pub enum Error {
 pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
     let mut signals = Signals::new()?;
     check_rights()?;
-    raise_file_limit();
+    raise_limits();
     if let Err(error) = process::forbid_core_files() {
         warn!(%error, "core files of this process may be written, with the keys of its pods in them");
     }
@@ -436,6 +436,23 @@ fn proxy_metrics(registry: &mut Registry) -> Arc<proxy::Metrics> {
     metrics
 }
 
+/// Whether the files that the configuration names, and that end an agent at its start when they are wrong, are right. What they ask
+/// of the backend is not looked at.
+///
+/// # Errors
+/// What is wrong with the first.
+pub fn check_files(config: &Config) -> Result<(), Error> {
+    match &config.mesh {
+        MeshSource::File(path) => drop(FileSource::open(path).map_err(Error::Workloads)?),
+        MeshSource::Inline(text) => drop(file::parse(text, "LOCAL_XDS").map_err(Error::Workloads)?),
+        MeshSource::None => {}
+    }
+    if let Some(path) = &config.rules {
+        RulesFile::open(path, Arc::new(NoRedirect)).map_err(Error::Rules)?;
+    }
+    Ok(())
+}
+
 /// Whether the process may do what capturing pods needs.
 ///
 /// # Errors
@@ -451,10 +468,14 @@ pub fn check_rights() -> Result<(), Error> {
     Ok(())
 }
 
-fn raise_file_limit() {
+fn raise_limits() {
     match socket::raise_file_limit() {
         Ok(limit) => info!(limit, "limit of open files"),
         Err(error) => warn!(%error, "cannot raise the limit of open files"),
+    }
+    // Where it is too low, loading the programs says so.
+    if let Err(error) = process::raise_memlock_limit() {
+        debug!(%error, "cannot raise the limit of locked memory");
     }
 }
 

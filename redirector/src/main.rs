@@ -35,7 +35,7 @@ struct Arguments {
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Run the agent
-    Agent(Box<Agent>),
+    Agent(Box<Run>),
     /// Show the pods, their capture and the counters of the agent that runs on this node
     Status {
         /// Address of the agent's admin endpoint
@@ -97,6 +97,15 @@ struct Agent {
 }
 
 #[derive(Debug, clap::Args)]
+struct Run {
+    /// Read the configuration and the files that it names, print it as JSON, and end: 0 if it is right, 1 if not
+    #[arg(long)]
+    check: bool,
+    #[command(flatten)]
+    agent: Agent,
+}
+
+#[derive(Debug, clap::Args)]
 struct Uninstall {
     /// Remove the development CA too. Pods on other nodes that have its certificates are no longer trusted by a new one
     #[arg(long)]
@@ -120,7 +129,8 @@ const AGENT_RUNS: u8 = 3;
 fn main() -> ExitCode {
     // Bad usage is told by clap, with exit code 2.
     let result = match Arguments::parse().command {
-        Command::Agent(agent) => run_agent(*agent),
+        Command::Agent(run) if run.check => check(run.agent),
+        Command::Agent(run) => run_agent(run.agent),
         Command::Uninstall(arguments) => uninstall(*arguments),
         Command::InstallCni(arguments) => install_cni(*arguments),
         Command::Status { admin_addr } => print_status(admin_addr),
@@ -167,6 +177,13 @@ fn environment() -> Environment {
         Some((name.into_string().ok()?, value.into_string().ok()?))
     };
     std::env::vars_os().filter_map(text).collect()
+}
+
+fn check(agent: Agent) -> anyhow::Result<()> {
+    let config = Config::load(agent.settings, agent.config.as_deref(), &environment())?;
+    app::check_files(&config)?;
+    let text = serde_json::to_string_pretty(&config).context("cannot show the configuration")?;
+    writeln!(io::stdout(), "{text}").context("cannot write to standard output")
 }
 
 fn run_agent(agent: Agent) -> anyhow::Result<()> {

@@ -39,11 +39,16 @@ pub(crate) const TESTS: &[Program] = &[
     ("openssl", "openssl"),
     ("ethtool", "ethtool"),
     ("/usr/bin/python3", "python3"),
-    // The container runtime, and the network of its pods.
+    // The container runtime with its usual seccomp profile, the network of its pods, and what builds images without a daemon.
     ("containerd", "containerd"),
     ("runc", "runc"),
     ("/usr/lib/cni/bridge", "containernetworking-plugins"),
     ("busybox", "busybox-static"),
+    (
+        "/usr/share/containers/seccomp.json",
+        "golang-github-containers-common",
+    ),
+    ("buildah", "buildah"),
     // Of the benchmarks, which are tried with small amounts.
     ("iperf3", "iperf3"),
     ("wrk", "wrk"),

@@ -143,6 +143,32 @@ pub(crate) fn shipped_daemon(object: &Path) -> Result<Built> {
     Ok(built)
 }
 
+/// Target of what is linked statically: named, so that what runs while building is not.
+const STATIC_TARGET: &str = "x86_64-unknown-linux-gnu";
+
+/// Daemon and plugin as they are in the image: as they are shipped, and without any library beside them. Of what is for debuggers, the
+/// names of functions stay.
+pub(crate) fn static_programs(object: &Path) -> Result<Built> {
+    let step = Step::start("static daemon and plugin, which takes some minutes");
+    let flags = std::env::var("RUSTFLAGS").unwrap_or_default();
+    let flags = format!("{flags} -C target-feature=+crt-static");
+    let arguments = [
+        "build",
+        "--package",
+        "redirector",
+        "--bins",
+        "--target",
+        STATIC_TARGET,
+    ];
+    let environment = [
+        ("RUSTFLAGS", flags.trim()),
+        ("CARGO_PROFILE_DIST_STRIP", "debuginfo"),
+    ];
+    let built = cargo_executables_with(&arguments, object, Profile::Dist, &environment)?;
+    step.done();
+    Ok(built)
+}
+
 /// The suites that need root: those of these names, or all when none is named.
 pub(crate) fn suites(object: &Path, profile: Profile, names: &[&str]) -> Result<Built> {
     let step = Step::start("privileged test suites");
@@ -159,13 +185,23 @@ pub(crate) fn suites(object: &Path, profile: Profile, names: &[&str]) -> Result<
 }
 
 fn cargo_executables(arguments: &[&str], object: &Path, profile: Profile) -> Result<Built> {
+    cargo_executables_with(arguments, object, profile, &[])
+}
+
+fn cargo_executables_with(
+    arguments: &[&str],
+    object: &Path,
+    profile: Profile,
+    environment: &[(&str, &str)],
+) -> Result<Built> {
     let mut built = Built::default();
     let mut cargo = process::cargo();
     cargo
         .args(arguments)
         .args(["--locked", "--message-format=json-render-diagnostics"])
         .env("REDIRECTOR_EBPF_OBJECT", object)
-        .env("REDIRECTOR_REQUIRE_EBPF", "1");
+        .env("REDIRECTOR_REQUIRE_EBPF", "1")
+        .envs(environment.iter().copied());
     match profile {
         Profile::Release => cargo.arg("--release"),
         Profile::Dist => cargo.args(["--profile", "dist"]),

@@ -4,12 +4,13 @@ mod apt;
 mod build;
 mod ci;
 mod fuzz;
+mod image;
 mod kernel;
 mod process;
 mod test;
 mod toolchain;
 
-use std::process::ExitCode;
+use std::{path::PathBuf, process::ExitCode};
 
 use anyhow::{Result, bail};
 use clap::{Parser, Subcommand, ValueEnum};
@@ -76,6 +77,12 @@ enum Command {
         /// Time for each
         #[arg(long, default_value_t = 60)]
         seconds: u32,
+    },
+    /// Build the container image without a daemon, and try it (root); or only the files that are in it
+    Image {
+        /// Make the image's files below DIR/image, and end
+        #[arg(long, value_name = "DIR")]
+        files: Option<PathBuf>,
     },
     /// All sorts of traffic at once, for a while, with checks for what is lost or left (root)
     Soak {
@@ -144,6 +151,13 @@ fn run(cli: &Cli) -> Result<()> {
         Command::Load { netns, arguments } => load(way, netns, arguments),
         Command::Bench { benchmark, arguments } => bench(way, *benchmark, arguments),
         Command::Fuzz { target, seconds } => fuzz::run(target.as_deref(), *seconds),
+        Command::Image {
+            files: Some(directory),
+        } => image::lay_out(way, directory),
+        Command::Image { files: None } => {
+            need_root("image")?;
+            image::run(way)
+        }
         Command::Soak { minutes } => soak(way, *minutes),
         Command::Ci => ci::run(way),
     }

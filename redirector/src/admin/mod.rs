@@ -116,6 +116,10 @@ impl Admin {
                 (Method::GET, &|| self.metrics())
             }
             (Endpoint::Admin | Endpoint::Readiness, "/healthz/ready") => (Method::GET, &|| self.readiness()),
+            // Being able to answer is all it says: what the agent waits for is no reason to start it anew.
+            (Endpoint::Admin | Endpoint::Readiness, "/healthz/live") => {
+                (Method::GET, &|| text(StatusCode::OK, "alive\n"))
+            }
             (Endpoint::Admin, "/") => (Method::GET, &|| text(StatusCode::OK, INDEX)),
             (Endpoint::Admin, "/pods") => (Method::GET, &|| json_answer(&self.pods_view())),
             (Endpoint::Admin, "/config_dump") => (Method::GET, &|| json_answer(&self.dump())),
@@ -237,6 +241,7 @@ GET  /pods            pods and their capture state
 GET  /config_dump     mesh, pods and settings
 GET  /metrics         counters
 GET  /healthz/ready   readiness
+GET  /healthz/live    whether it answers
 POST /logging         log level; ?level=LEVEL sets it
 POST /quitquitquit    stop the agent
 ";

@@ -7,6 +7,7 @@ use std::{
 };
 
 use super::{Error, routes::Routing};
+use crate::sys::process;
 
 /// A switch.
 #[derive(Debug)]
@@ -21,8 +22,17 @@ pub(super) struct Sysctl {
 
 impl Sysctl {
     fn path(&self) -> String {
-        format!("/proc/sys/{}", self.name)
+        format!("{}/{}", process::sysctls(), self.name)
     }
+}
+
+/// What failed, and what to do where a container's /proc/sys is why.
+fn failed(operation: &str, path: &str, error: io::Error) -> Error {
+    let advice = match error.kind() {
+        io::ErrorKind::ReadOnlyFilesystem => " (in a container, mount the node's /proc at /host/proc)",
+        _ => "",
+    };
+    Error::new(format!("{operation} {path}{advice}"), error)
 }
 
 fn digit(value: bool) -> &'static str {
@@ -38,12 +48,11 @@ impl Routing {
                 continue;
             }
             let path = sysctl.path();
-            let failed = |operation: &str, error: io::Error| Error::new(format!("{operation} {path}"), error);
-            let current = fs::read_to_string(&path).map_err(|error| failed("reading", error))?;
+            let current = fs::read_to_string(&path).map_err(|error| failed("reading", &path, error))?;
             if current.trim() != digit(sysctl.wanted) {
                 if let Err(error) = fs::write(&path, digit(sysctl.wanted)) {
                     self.restore_sysctls(changed);
-                    return Err(failed("writing", error));
+                    return Err(failed("writing", &path, error));
                 }
                 changed |= 1 << bit;
             }
@@ -60,7 +69,7 @@ impl Routing {
             }
             let path = sysctl.path();
             if let Err(error) = fs::write(&path, digit(!sysctl.wanted)) {
-                errors.push(Error::new(format!("writing {path}"), error));
+                errors.push(failed("writing", &path, error));
             }
         }
         errors
@@ -71,7 +80,7 @@ impl Routing {
         let wanted = self.sysctls.iter().filter(|sysctl| v6 || !sysctl.v6);
         let open = |sysctl: &Sysctl| {
             let path = sysctl.path();
-            let file = File::open(&path).map_err(|error| Error::new(format!("opening {path}"), error))?;
+            let file = File::open(&path).map_err(|error| failed("opening", &path, error))?;
             Ok((file, sysctl.wanted))
         };
         wanted.map(open).collect::<Result<_, _>>().map(OpenSysctls)
@@ -90,5 +99,18 @@ impl OpenSysctls {
             let mut value = [0];
             file.read_at(&mut value, 0).is_ok() && value == digit(*wanted).as_bytes()
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_read_only_switch_says_what_to_do() {
+        let read_only = failed("writing", "/proc/sys/x", io::ErrorKind::ReadOnlyFilesystem.into());
+        assert!(read_only.to_string().contains("/host/proc"), "{read_only}");
+        let other = failed("writing", "/proc/sys/x", io::ErrorKind::NotFound.into());
+        assert!(!other.to_string().contains("/host/proc"), "{other}");
     }
 }

@@ -1,11 +1,55 @@
 //! What this process may do, and which network namespaces are the node's own.
 
-use std::{fs, io, os::unix::fs::MetadataExt, path::Path};
+use std::{fs, io, os::unix::fs::MetadataExt, path::Path, sync::OnceLock};
+
+use nix::sys::{
+    resource::{RLIM_INFINITY, Resource, getrlimit, setrlimit},
+    statvfs::{FsFlags, statvfs},
+};
 
 use super::netns::{Netns, NetnsId};
 
 /// The capabilities without which no pod can be captured, by number: include/uapi/linux/capability.h.
 const NEEDED: [(u32, &str); 3] = [(12, "CAP_NET_ADMIN"), (13, "CAP_NET_RAW"), (21, "CAP_SYS_ADMIN")];
+
+/// Where the switches of the kernel are.
+const SYSCTLS: &str = "/proc/sys";
+
+/// Where they are too in a container with the node's /proc mounted: container runtimes make its own /proc/sys read-only (OCI's
+/// `readonlyPaths`), whatever its capabilities are. Whose switches of the network these are, the namespace of the thread that opens
+/// them decides, not the mount.
+const NODE_SYSCTLS: &str = "/host/proc/sys";
+
+/// The directory in which the switches of the kernel can be set, found once.
+pub fn sysctls() -> &'static str {
+    static DIRECTORY: OnceLock<&'static str> = OnceLock::new();
+    DIRECTORY.get_or_init(|| choose_sysctls(sysctls_are_read_only(), Path::new(NODE_SYSCTLS).is_dir()))
+}
+
+fn sysctls_are_read_only() -> bool {
+    statvfs(SYSCTLS).is_ok_and(|found| found.flags().contains(FsFlags::ST_RDONLY))
+}
+
+/// Where they cannot be set anywhere, errors are to name the place that everybody knows.
+fn choose_sysctls(read_only: bool, node_is_mounted: bool) -> &'static str {
+    if read_only && node_is_mounted {
+        NODE_SYSCTLS
+    } else {
+        SYSCTLS
+    }
+}
+
+/// Lifts the limit of locked memory, or as much of it as may be: kernels before 5.11 count eBPF maps against it.
+///
+/// # Errors
+/// Those of setrlimit(2). Without CAP_SYS_RESOURCE the limit is what the process was started with.
+pub fn raise_memlock_limit() -> io::Result<()> {
+    if setrlimit(Resource::RLIMIT_MEMLOCK, RLIM_INFINITY, RLIM_INFINITY).is_ok() {
+        return Ok(());
+    }
+    let (_, hard) = getrlimit(Resource::RLIMIT_MEMLOCK)?;
+    Ok(setrlimit(Resource::RLIMIT_MEMLOCK, hard, hard)?)
+}
 
 /// The capabilities that are needed and missing.
 ///
@@ -64,6 +108,14 @@ pub fn sees_all() -> bool {
     first && effective(&status).is_some_and(|effective| effective & (1 << CAP_SYS_PTRACE) != 0)
 }
 
+/// Whether we are in a container, as far as can be told: its runtime has made /proc/sys read-only, or PID 1 has other mounts. What a
+/// container mounts ends with it.
+pub fn in_container() -> bool {
+    let namespace = |of: &str| fs::read_link(format!("/proc/{of}/ns/mnt"));
+    let other_mounts = || matches!((namespace("self"), namespace("1")), (Ok(own), Ok(init)) if own != init);
+    sysctls_are_read_only() || other_mounts()
+}
+
 /// Whether a process is, or may be, in this network namespace, as far as [`sees_all`] holds. PID 1 is in none of a pod's.
 pub fn any_in(netns: NetnsId) -> bool {
     let Ok(processes) = fs::read_dir("/proc") else {
@@ -105,6 +157,26 @@ mod tests {
         }
         assert_eq!(missing_of("Name:\tx\n"), None);
         missing_capabilities().unwrap();
+    }
+
+    #[test]
+    fn the_nodes_switches_are_taken_where_the_own_are_read_only() {
+        for (read_only, node_is_mounted, taken) in [
+            (false, false, SYSCTLS),
+            (false, true, SYSCTLS),
+            (true, true, NODE_SYSCTLS),
+            (true, false, SYSCTLS),
+        ] {
+            let chosen = choose_sysctls(read_only, node_is_mounted);
+            assert_eq!(chosen, taken, "{read_only} {node_is_mounted}");
+        }
+    }
+
+    #[test]
+    fn the_limit_of_locked_memory_is_as_high_as_it_may_be() {
+        raise_memlock_limit().unwrap();
+        let (soft, hard) = getrlimit(Resource::RLIMIT_MEMLOCK).unwrap();
+        assert_eq!(soft, hard);
     }
 
     #[test]

@@ -20,7 +20,7 @@ use nix::{
 };
 use redirector_common::maps::MAX_SLOTS;
 
-use crate::{mesh::pod::PodUid, redirect::Error};
+use crate::{mesh::pod::PodUid, redirect::Error, sys::process};
 
 /// The usual mount point of a bpffs.
 const BPFFS: &str = "/sys/fs/bpf";
@@ -61,6 +61,13 @@ impl Pins {
         if !on_bpffs(root) {
             fs::create_dir_all(mount_point).map_err(failed(format!("making {}", mount_point.display())))?;
             if !on_bpffs(mount_point) {
+                if mount_point == Path::new(BPFFS) && process::in_container() {
+                    // What is pinned there would go with the container, and the pods' capture with it: they would go on in plain.
+                    let error = io::Error::other(
+                        "the node has none, and one that a container mounts ends with it; on the node: mount -t bpf bpf /sys/fs/bpf",
+                    );
+                    return Err(failed(format!("using the bpffs at {BPFFS}"))(error));
+                }
                 tracing::info!(path = %mount_point.display(), "mounting a bpffs");
                 mount(
                     Some(MOUNT_SOURCE),
