@@ -80,7 +80,7 @@ enum Finished {
     /// Namespaces were looked for.
     Found(Vec<(Arc<KnownPod>, Result<Found, String>)>),
     /// An event was answered.
-    Answered(PodUid, Result<Option<Overrides>, String>),
+    Answered(PodUid, Result<Option<Box<Overrides>>, String>),
 }
 
 /// What is to be done about a pod.
@@ -250,7 +250,7 @@ impl Reconciler {
     fn enrol(&mut self, pod: &KnownPod, Found { netns, path }: Found) {
         let uid = pod.info.uid.clone();
         let rules = match &pod.rules {
-            Ok(rules) => rules.clone(),
+            Ok(rules) => Box::new(rules.clone()),
             Err(error) => return self.answered(uid, Err(error.clone())),
         };
         let add = PodAdd {
@@ -258,18 +258,18 @@ impl Reconciler {
             netns: Arc::new(netns),
             netns_path: Some(path),
             addresses: pod.addresses.clone(),
-            rules: Some(Box::new(rules.clone())),
+            rules: Some(rules.clone()),
             on_failure: OnFailure::Retry,
         };
         self.send(uid, Some(rules), |reply| PodEvent::Add(add, reply));
     }
 
-    fn answered(&mut self, uid: PodUid, result: Result<Option<Overrides>, String>) {
+    fn answered(&mut self, uid: PodUid, result: Result<Option<Box<Overrides>>, String>) {
         self.busy.remove(&uid);
         let error = match result {
             Ok(rules) => {
                 self.trouble.remove(&uid);
-                self.rules.extend(rules.map(|rules| (uid, rules)));
+                self.rules.extend(rules.map(|rules| (uid, *rules)));
                 return;
             }
             Err(error) => error,
@@ -295,7 +295,7 @@ impl Reconciler {
     fn send(
         &mut self,
         uid: PodUid,
-        rules: Option<Overrides>,
+        rules: Option<Box<Overrides>>,
         event: impl FnOnce(Reply) -> PodEvent + Send + 'static,
     ) {
         let (events, at_once) = (self.events.clone(), Arc::clone(&self.at_once));
