@@ -11,10 +11,10 @@ use std::{
 };
 
 use base64::{Engine as _, engine::general_purpose::STANDARD as BASE64};
-use http_body_util::{BodyExt as _, Full};
+use http_body_util::{BodyExt as _, Either, Full, StreamBody};
 use hyper::{
     Method, Request, Response,
-    body::{Bytes, Incoming},
+    body::{Bytes, Frame, Incoming},
     http::request::Parts,
     server::conn::http1,
     service::service_fn,
@@ -22,7 +22,7 @@ use hyper::{
 use hyper_util::rt::TokioIo;
 use rcgen::{CertificateSigningRequestParams, CertifiedIssuer, KeyPair, SanType};
 use serde_json::{Value, json};
-use tokio::runtime::Runtime;
+use tokio::{runtime::Runtime, sync::mpsc};
 use tokio_rustls::{
     TlsAcceptor,
     rustls::{
@@ -210,8 +210,30 @@ pub(crate) fn kubeconfig(addr: SocketAddr, credentials: &Credentials) -> String 
     .to_string()
 }
 
+/// What answers a request: a document, or one after the other for as long as there are any.
+pub(crate) enum Body {
+    Whole(Value),
+    Stream(mpsc::UnboundedReceiver<Value>),
+}
+
+/// As [`Responder`], with bodies of either form.
+pub(crate) type StreamingResponder = Arc<dyn Fn(&Parts, Value, bool) -> Option<(u16, Body)> + Send + Sync>;
+
 /// Serves HTTP over TLS in threads of its own, until the runtime is dropped.
 pub(crate) fn serve(listener: TcpListener, credentials: &Credentials, responder: Responder) -> Runtime {
+    let whole: StreamingResponder = Arc::new(move |head, body, is_known| {
+        let (code, body) = responder(head, body, is_known)?;
+        Some((code, Body::Whole(body)))
+    });
+    serve_streams(listener, credentials, whole)
+}
+
+/// The same, with answers that may go on.
+pub(crate) fn serve_streams(
+    listener: TcpListener,
+    credentials: &Credentials,
+    responder: StreamingResponder,
+) -> Runtime {
     let (certificate, key) = credentials.pem();
     let chain = vec![CertificateDer::from_pem_slice(certificate.as_bytes()).unwrap()];
     let key = PrivateKeyDer::from_pem_slice(key.as_bytes()).unwrap();
@@ -249,11 +271,28 @@ pub(crate) fn serve(listener: TcpListener, credentials: &Credentials, responder:
     runtime
 }
 
+type Sent = Either<Full<Bytes>, StreamBody<Lines>>;
+
+/// Documents, a line each.
+struct Lines(mpsc::UnboundedReceiver<Value>);
+
+impl tokio_stream::Stream for Lines {
+    type Item = Result<Frame<Bytes>, std::convert::Infallible>;
+
+    fn poll_next(
+        mut self: std::pin::Pin<&mut Self>,
+        cx: &mut std::task::Context<'_>,
+    ) -> std::task::Poll<Option<Self::Item>> {
+        let next = self.0.poll_recv(cx);
+        next.map(|value| value.map(|value| Ok(Frame::data(format!("{value}\n").into()))))
+    }
+}
+
 async fn answer(
     credentials: &Credentials,
-    responder: &Responder,
+    responder: &StreamingResponder,
     request: Request<Incoming>,
-) -> Result<Response<Full<Bytes>>, hyper::Error> {
+) -> Result<Response<Sent>, hyper::Error> {
     let (head, body) = request.into_parts();
     let body = body.collect().await?.to_bytes();
     let shown = head
@@ -268,7 +307,11 @@ async fn answer(
     let answer = Response::builder()
         .status(code)
         .header("content-type", "application/json");
-    Ok(answer.body(Full::from(body.to_string())).unwrap())
+    let body = match body {
+        Body::Whole(value) => Either::Left(Full::from(value.to_string())),
+        Body::Stream(values) => Either::Right(StreamBody::new(Lines(values))),
+    };
+    Ok(answer.body(body).unwrap())
 }
 
 /// To whom is not known.

@@ -44,6 +44,7 @@ pub mod holdings;
 pub mod inner;
 pub mod iptables;
 pub mod istio_ca;
+pub mod kube_api;
 pub mod mesh;
 pub mod netns;
 pub mod node;
