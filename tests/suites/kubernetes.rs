@@ -409,6 +409,21 @@ fn an_agent_that_starts_brings_pods_to_what_is_said() {
     world.wait_released(leaves);
     world.wait_told(leaves, None);
     world.wait_captured(comes);
+    // One that only stops leaves its pods captured, and told so; one that lets them go takes its word back.
+    world.wait_told(comes, Some("enabled"));
+    assert!(world.agent.stop().success());
+    assert_eq!(world.api.told(comes).as_deref(), Some("enabled"));
+    let options = Options {
+        environment: world.api.environment(),
+        arguments: vec!["--release-on-exit".to_owned()],
+        ..Options::default()
+    };
+    world.agent.restart_with(&world.node, options);
+    world.wait_captured(comes);
+    assert!(world.agent.stop().success());
+    for pod in [stays, comes] {
+        assert_eq!(world.api.told(pod), None, "{}", pod.name);
+    }
 }
 
 fn a_name_and_addresses_that_come_back_are_another_pod() {

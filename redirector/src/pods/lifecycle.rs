@@ -589,6 +589,8 @@ impl<L: Launch> Lifecycle<L> {
         }
         if release_on_exit {
             self.release_leftovers().await;
+            // Who tells others of captured pods has to know; of those that stay captured, what was told holds.
+            self.publish();
         }
     }
 

@@ -41,6 +41,9 @@ const BACKOFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_se
 /// Time for the watch to tell of what was written.
 const ECHO: Duration = Duration::from_secs(10);
 
+/// Time for what is still to be told when the agent stops: less than `app` has for all tasks.
+const LAST_WORDS: Duration = Duration::from_secs(4);
+
 /// What is told of a pod: a value, or that there is none.
 type Told = Option<&'static str>;
 
@@ -73,6 +76,8 @@ pub(super) async fn run(
             () = sleep_until(due) => {}
         }
     }
+    // The pods may have been released for good.
+    let _ = timeout(LAST_WORDS, annotator.finish()).await;
     annotator.jobs.shutdown().await;
 }
 
@@ -128,6 +133,17 @@ impl Annotator {
                 continue;
             }
             self.write(pod, wanted);
+        }
+    }
+
+    /// Tells what there is to tell, once.
+    async fn finish(&mut self) {
+        self.compare();
+        while let Some(finished) = self.jobs.join_next().await {
+            if let Ok((pod, told, result)) = finished {
+                self.finished(&pod, told, result);
+                self.compare();
+            }
         }
     }
 
