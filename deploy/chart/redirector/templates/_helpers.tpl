@@ -171,5 +171,9 @@ app.kubernetes.io/part-of: redirector
 {{- if .Values.rules }}
 {{- $_ := set $config "rules" "/etc/redirector/config/rules.yaml" }}
 {{- end }}
-{{- toYaml (merge (deepCopy .Values.settings) $config) }}
+{{- /* One by one: merging takes false for nothing. */}}
+{{- range $name, $value := .Values.settings }}
+{{- $_ := set $config $name $value }}
+{{- end }}
+{{- toYaml $config }}
 {{- end }}
