@@ -443,7 +443,9 @@ fn a_name_and_addresses_that_come_back_are_another_pod() {
     world.add(&new);
     world.wait_told(&new, Some("enabled"));
     assert_eq!(world.state(&old).as_deref(), Some("captured"), "it may still run");
-    // The late delete is the old one's.
+    // A delete that names neither UID nor namespace could be anybody's, and the late one is the old one's.
+    let vague = json!({ "PodName": old.name, "PodNamespace": old.namespace }).to_string();
+    assert_eq!(world.agent.post("/cmddel", &vague).status, 200);
     assert_eq!(world.agent.cmddel(&old).status, 200);
     world.wait_released(&old);
     assert_eq!(world.state(&new).as_deref(), Some("captured"));

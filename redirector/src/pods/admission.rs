@@ -114,6 +114,16 @@ impl Admission {
             (Self::Sender { .. }, _) => own_uid(event),
         }
     }
+
+    /// The same, of a pod that goes. A name alone is not enough where pods are known by their UIDs: the pod that has it by now may be
+    /// the next one.
+    pub(super) fn uid_to_delete(&self, event: &Event) -> Result<Option<PodUid>, Error> {
+        let is_vague = event.uid.is_none() && event.netns.is_none();
+        if is_vague && matches!(self, Self::Kubernetes(_)) {
+            return Ok(None);
+        }
+        self.uid(event).map(Some)
+    }
 }
 
 fn own_uid(event: &Event) -> Result<PodUid, Error> {

@@ -300,7 +300,9 @@ impl Handler {
 
     async fn delete(&self, body: &[u8]) -> Result<String, Failure> {
         let event = Event::parse(body)?;
-        let uid = self.admission.uid(&event)?;
+        let Some(uid) = self.admission.uid_to_delete(&event)? else {
+            return Ok("left to its namespace: neither PodUID nor Netns is given\n".to_owned());
+        };
         let netns = match event.netns {
             None => None,
             Some(path) => {
