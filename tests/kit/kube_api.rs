@@ -238,7 +238,7 @@ impl State {
     fn put(&mut self, kind: &'static str, key: String, mut object: Value) {
         object["kind"] = kind_of(kind).into();
         object["apiVersion"] = "v1".into();
-        let is_new = self.objects.get(&(kind, key.clone())).is_none();
+        let is_new = !self.objects.contains_key(&(kind, key.clone()));
         self.tell(kind, if is_new { "ADDED" } else { "MODIFIED" }, &mut object);
         self.objects.insert((kind, key), object);
     }

@@ -1,8 +1,8 @@
 //! Which pods of this node are in the mesh, by Kubernetes' API: labels and annotations of pods and namespaces.
 //!
-//! [`watch`] keeps a [`directory`] of the node's pods and of all namespaces; [`enablement`] decides. What asks it: `admission`, for
-//! a pod that a plugin tells of; [`reconcile`], which enrols pods that were missed and releases those that have left the mesh, also
-//! while they run; [`annotate`], which tells others on the pod whether it is captured.
+//! `watch` keeps a [`directory`] of the node's pods and of all namespaces; [`enablement`] decides. What asks it: `admission`, for
+//! a pod that a plugin tells of; `reconcile`, which enrols pods that were missed and releases those that have left the mesh, also
+//! while they run; `annotate`, which tells others on the pod whether it is captured.
 
 mod annotate;
 pub mod directory;
