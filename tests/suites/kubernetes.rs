@@ -330,15 +330,19 @@ fn annotations_count_while_the_pod_runs() {
     wait::until("the pod to be enrolled", || {
         (world.agent.cmdadd(client).status == 200).then_some(())
     });
-    let is_strict = || world.agent.pods()[0]["strict"] == true;
+    // The newest rules show while they are being put in force.
+    let is = |strict: bool| {
+        let pod = world.agent.pods().remove(0);
+        (pod["strict"] == strict && pod["state"] == "captured").then_some(())
+    };
     let server = App::start(&world.node.outside.ns, (Family::V4.any(), PORT).into(), app::who);
     let outside = world.node.outside.addr(Family::V4, PORT);
     app::ask_who(&client.ns, outside).expect("in plain to the outside");
     world.api.change(client, strict(json!("true")));
-    wait::until("the annotation to count", || is_strict().then_some(()));
+    wait::until("the annotation to count", || is(true));
     app::ask_who(&client.ns, outside).expect_err("nothing in plain");
     world.api.change(client, strict(json!("false")));
-    wait::until("the annotation to count", || (!is_strict()).then_some(()));
+    wait::until("the annotation to count", || is(false));
     app::ask_who(&client.ns, outside).expect("in plain again");
     drop(server);
 }
