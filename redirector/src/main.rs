@@ -18,6 +18,7 @@ use redirector::{
     debug,
     mesh::pod::PodUid,
     redirect::ebpf,
+    sys::cgroups,
     telemetry::{Chain, logs},
     uninstall,
 };
@@ -188,7 +189,15 @@ fn check(agent: Agent) -> anyhow::Result<()> {
 
 fn run_agent(agent: Agent) -> anyhow::Result<()> {
     let config = Config::load(agent.settings, agent.config.as_deref(), &environment())?;
+    // Before there is another thread.
+    let entered = cgroups::enter_node_namespace();
     let logs = logs::start(&config.log_level, config.log_format).context("cannot start logging")?;
+    if let Err(error) = entered {
+        tracing::warn!(
+            %error,
+            "cannot enter the node's cgroup namespace: where this is not the agent's own, pods of which no plugin has told are not found"
+        );
+    }
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(config.worker_threads)
         .thread_name("redirector")

@@ -13,6 +13,7 @@ use nix::sys::signal::Signal;
 
 use crate::{
     app,
+    cgroup::command_in,
     cni::{self, Answer},
     counters::{Sample, parse_metrics},
     node::{Node, Pod},
@@ -72,6 +73,8 @@ pub struct Options {
     pub without_cgroup2: bool,
     /// The mount namespace to be in, as a file.
     pub mounts: Option<PathBuf>,
+    /// The directory of a cgroup that it runs in, with a cgroup namespace of its own, as containers have.
+    pub cgroup: Option<PathBuf>,
     /// A directory of programs that come before those of PATH.
     pub programs: Option<PathBuf>,
     /// More arguments.
@@ -148,6 +151,10 @@ impl Agent {
             let mut enter = command(&node.host.ns, "nsenter");
             enter.arg(format!("--mount={}", mounts.display())).arg(binary);
             enter
+        } else if let Some(cgroup) = &options.cgroup {
+            let mut unshare = command(&node.host.ns, "unshare");
+            unshare.arg("--cgroup").arg(binary);
+            command_in(cgroup, &unshare)
         } else {
             command(&node.host.ns, binary)
         };

@@ -35,6 +35,10 @@ fn main() -> ExitCode {
             "labels_decide_and_are_told_on_the_pod",
             labels_decide_and_are_told_on_the_pod,
         ),
+        case(
+            "a_missed_pod_is_found_from_a_container",
+            a_missed_pod_is_found_from_a_container,
+        ),
         case("pods_that_were_missed_are_found", pods_that_were_missed_are_found),
         case(
             "what_is_not_the_pod_s_is_not_taken_for_it",
@@ -83,13 +87,14 @@ impl World {
     fn new(names: &[&str]) -> (Self, Vec<Pod>) {
         let node = Node::new();
         let pods: Vec<_> = names.iter().map(|name| node.pod(name)).collect();
-        (Self::with(node, &pods), pods)
+        (Self::with(node, &pods, None), pods)
     }
 
-    fn with(node: Node, pods: &[Pod]) -> Self {
+    fn with(node: Node, pods: &[Pod], cgroup: Option<PathBuf>) -> Self {
         let api = KubeApi::start(&node.host.ns, node.directory());
         let options = Options {
             environment: api.environment(),
+            cgroup,
             ..Options::default()
         };
         let agent = Agent::start(&node, &Workloads::hbone(pods), options);
@@ -159,13 +164,19 @@ impl Kubelet {
         }
     }
 
-    /// Starts a process in the cgroup of the pod with `uid`, in the namespace of `place`.
-    fn run(&mut self, uid: &str, place: &redirector_tests::netns::Namespace) {
+    /// The cgroup of the pod with `uid`.
+    fn cgroup(&mut self, uid: &str) -> PathBuf {
         let directory = self.root.path().join("kubepods").join(format!("pod{uid}"));
         if !directory.exists() {
             fs::create_dir(&directory).unwrap();
             self.directories.push(directory.clone());
         }
+        directory
+    }
+
+    /// Starts a process in the cgroup of the pod with `uid`, in the namespace of `place`.
+    fn run(&mut self, uid: &str, place: &redirector_tests::netns::Namespace) {
+        let directory = self.cgroup(uid);
         let mut sleep = command(place, "sleep");
         sleep.arg("1000");
         let log = self.logs.join(format!("sleep-{}.log", self.processes.len()));
@@ -290,6 +301,18 @@ fn pods_that_were_missed_are_found() {
         (world.state(lost).as_deref() == Some("captured")).then_some(())
     });
     assert_eq!(world.missed(), Vec::<Value>::new());
+}
+
+fn a_missed_pod_is_found_from_a_container() {
+    let node = Node::new();
+    let pods = [node.pod("early")];
+    let mut kubelet = Kubelet::new(&node);
+    // To the agent, the cgroups of others lead up and out of its own.
+    let own = kubelet.cgroup("agent");
+    kubelet.run(&pods[0].uid, &pods[0].ns);
+    let world = World::with(node, &pods, Some(own));
+    world.api.pod(&pods[0], in_mesh());
+    world.wait_captured(&pods[0]);
 }
 
 fn what_is_not_the_pod_s_is_not_taken_for_it() {
@@ -459,7 +482,7 @@ fn a_label_flips_for_two_hundred_and_fifty_pods() {
     let node = Node::new();
     let names: Vec<_> = (0..FLIPPED).map(|number| format!("pod{number}")).collect();
     let pods = node.pods(&names);
-    let world = World::with(node, &pods);
+    let world = World::with(node, &pods, None);
     let mut kubelet = Kubelet::new(&world.node);
     for pod in &pods {
         kubelet.run(&pod.uid, &pod.ns);

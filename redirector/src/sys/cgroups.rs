@@ -9,7 +9,10 @@ use std::{
     path::{Component, Path, PathBuf},
 };
 
-use nix::sys::statfs::{CGROUP2_SUPER_MAGIC, statfs};
+use nix::{
+    sched::{CloneFlags, setns},
+    sys::statfs::{CGROUP2_SUPER_MAGIC, statfs},
+};
 
 /// A mounted hierarchy.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -93,6 +96,33 @@ impl Hierarchy {
         }
         self.mount_point.join(path.strip_prefix("/").unwrap_or(path))
     }
+}
+
+/// Brings the calling thread, and those that it starts from now on, into the node's cgroup namespace: PID 1's, or the first of all. A
+/// container has one of its own as a rule, whatever it shares of the node, and is told of others' cgroups by paths that lead up and
+/// out of it (cgroup_namespaces(7)), from which whose they are can't be read.
+///
+/// # Errors
+/// Those of opening `/proc/1/ns/cgroup` and of setns(2).
+pub fn enter_node_namespace() -> io::Result<()> {
+    /// PROC_CGROUP_INIT_INO, include/linux/proc_ns.h
+    const FIRST: u64 = 0xeffffffb;
+    let inode = |file: &fs::File| file.metadata().map(|found| found.ino());
+    let own = inode(&fs::File::open("/proc/thread-self/ns/cgroup")?)?;
+    if own == FIRST {
+        return Ok(());
+    }
+    let node = fs::File::open("/proc/1/ns/cgroup").or_else(|error| {
+        // An init with more rights than ours can't be looked into; kthreadd can, where the node's processes are seen.
+        let first = fs::File::open("/proc/2/ns/cgroup").ok();
+        first
+            .filter(|file| inode(file).is_ok_and(|inode| inode == FIRST))
+            .ok_or(error)
+    })?;
+    if inode(&node)? != own {
+        setns(node, CloneFlags::CLONE_NEWCGROUP)?;
+    }
+    Ok(())
 }
 
 /// The id of the cgroup that a directory is, as `bpf_skb_cgroup_id` tells it: since Linux 5.5 the inode's number.

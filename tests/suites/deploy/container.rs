@@ -294,6 +294,7 @@ fn specification(pod: &Value, container: &Value, mounts: Vec<Value>, (node, root
     let mut namespaces = vec![
         json!({"type": "mount"}),
         json!({"type": "ipc"}),
+        json!({"type": "cgroup"}),
         json!({"type": "network", "path": node.host.ns.path()}),
     ];
     if pod["hostPID"] != true {
