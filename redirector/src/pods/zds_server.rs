@@ -165,18 +165,22 @@ impl ZdsServer {
 
 async fn serve(socket: Seqpacket, proxies: Arc<Proxies>, stop: CancellationToken) {
     let pid = socket.peer_pid().unwrap_or(None);
-    let cgroup = match spawn_blocking(move || cgroup_of(pid)).await {
-        Ok(Ok(id)) => Some(id),
-        Ok(Err(error)) => {
-            warn!(
-                ?pid, %error,
-                "the proxy's cgroup can't be told: what has its mark (0x539) is taken for the proxy's, though pods with CAP_NET_ADMIN or \
-                 CAP_NET_RAW can set that too"
-            );
-            None
+    let told = spawn_blocking(move || cgroup_of(pid)).await;
+    let cgroup = match told.unwrap_or_else(|_| Err(io::Error::other("internal fault"))) {
+        Ok(cgroup) => cgroup,
+        // By its mark alone a pod that sets the same would pass for it.
+        Err(error) => {
+            warn!(?pid, %error, "a proxy whose cgroup can't be told is refused");
+            return;
         }
-        Err(_) => None,
     };
+    if cgroup.is_none() {
+        warn!(
+            ?pid,
+            "no cgroup2 is mounted, by which the proxy could be told: what has its mark (0x539) is taken for the proxy's, though pods \
+             with CAP_NET_ADMIN or CAP_NET_RAW can set that too"
+        );
+    }
     let registered = proxies.register(Peer { pid, cgroup });
     let (id, close) = (registered.id, registered.close.clone());
     info!(connection = id, ?pid, ?cgroup, "a proxy has connected");
@@ -195,15 +199,18 @@ async fn serve(socket: Seqpacket, proxies: Arc<Proxies>, stop: CancellationToken
     }
 }
 
-fn cgroup_of(pid: Option<u32>) -> io::Result<u64> {
+/// The id of a process's cgroup; nothing on a machine without cgroups of version 2.
+fn cgroup_of(pid: Option<u32>) -> io::Result<Option<u64>> {
     let pid = pid.ok_or_else(|| {
         io::Error::other(
             "its process is not seen from here: the agent has to be in the node's PID namespace (hostPID)",
         )
     })?;
-    let hierarchy = Hierarchy::find()?.ok_or_else(|| io::Error::other("no cgroup2 is mounted"))?;
+    let Some(hierarchy) = Hierarchy::find()? else {
+        return Ok(None);
+    };
     let (_, directory) = hierarchy.of_process(pid)?;
-    cgroups::id(&directory)
+    cgroups::id(&directory).map(Some)
 }
 
 /// The socket's file; removed on drop, if it is still this one.
