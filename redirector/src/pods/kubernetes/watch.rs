@@ -22,11 +22,11 @@ use super::{
 };
 use crate::{control_plane::kubernetes::Kubernetes, telemetry::Chain};
 
-/// Length of a watch, in seconds: a connection that has died unnoticed is given up soon after it.
+/// Length of a watch, in seconds: a connection that has died unnoticed is given up by the library 5 s after it.
 const WATCH_SECONDS: u32 = 120;
 
-/// Time without anything from the watcher after which it is begun anew: longer than a watch, and the library's own margin.
-const SILENCE: Duration = Duration::from_secs(WATCH_SECONDS as u64 * 2);
+/// Time for each page of a list.
+const PAGE_DEADLINE: Duration = Duration::from_secs(60);
 
 /// Pause after a failure: the first, and the longest. With jitter, since all nodes lose the server at one time.
 const BACKOFF: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(15));
@@ -138,22 +138,28 @@ async fn follow<K, S: Stream<Item = watcher::Result<Event<K>>>>(
             }
         };
         let mut events = std::pin::pin!(watch(client));
-        let mut failures = 0;
+        let (mut failures, mut lists) = (0, true);
         while failures < FAILURES {
-            match timeout(SILENCE, events.next()).await {
-                Ok(Some(Ok(event))) => {
+            // For a watch, the library has a deadline; a quiet one is no failure.
+            let next = match lists {
+                true => timeout(PAGE_DEADLINE, events.next()).await,
+                false => Ok(events.next().await),
+            };
+            let Ok(Some(event)) = next else { break };
+            match event {
+                Ok(event) => {
+                    lists = matches!(event, Event::Init | Event::InitApply(_));
                     // A list has begun, and not come yet.
                     if !matches!(event, Event::Init) {
                         (failures, backoff) = (0, Backoff::default());
                     }
                     take(event);
                 }
-                Ok(Some(Err(error))) => {
+                Err(error) => {
                     failures += 1;
                     let text = Chain(&error).to_string();
                     backoff.failed(what, text).await;
                 }
-                Ok(None) | Err(_) => break,
             }
         }
         debug!(what, "beginning anew to follow Kubernetes");
