@@ -109,7 +109,7 @@ impl Admission {
         match (self, &event.uid) {
             (Self::Kubernetes(directory), Some(uid)) => Ok(directory.uid_of(uid)),
             (Self::Kubernetes(directory), None) => Ok(directory
-                .named(&event.namespace, &event.name)
+                .going(&event.namespace, &event.name)
                 .map_or_else(|| own_uid(event), Ok)?),
             (Self::Sender { .. }, _) => own_uid(event),
         }

@@ -100,7 +100,7 @@ impl Directory {
     }
 
     /// The pod that a plugin tells of, and whether it is in the mesh. It is waited for, for some seconds. Of several pods of one name
-    /// (an old one may still be going) the UID decides, or else the one that is not going.
+    /// (an old one may still be going) the UID decides; without one only a pod that is not going will do.
     ///
     /// # Errors
     /// When it does not become known.
@@ -119,13 +119,11 @@ impl Directory {
         let state = self.state();
         let pods = state.pods.as_ref().ok_or(Unknown::NotSynced("pods"))?;
         let is_it = |pod: &&Arc<KnownPod>| {
-            pod.info.namespace == namespace && pod.info.name == name && uid.is_none_or(|uid| pod.has_uid(uid))
+            pod.info.namespace == namespace
+                && pod.info.name == name
+                && uid.map_or(!pod.ended && !pod.deleting, |uid| pod.has_uid(uid))
         };
-        let found = pods
-            .values()
-            .filter(is_it)
-            .min_by_key(|pod| (pod.ended, pod.deleting));
-        let pod = found.ok_or(Unknown::Pod)?;
+        let pod = pods.values().find(is_it).ok_or(Unknown::Pod)?;
         let namespaces = state
             .namespaces
             .as_ref()
@@ -157,9 +155,13 @@ impl Directory {
         known.map_or_else(|| uid.clone(), |pod| pod.info.uid.clone())
     }
 
-    /// The UID of the pod of this name.
-    pub fn named(&self, namespace: &str, name: &str) -> Option<PodUid> {
-        Some(self.look(namespace, name, None).ok()?.pod.info.uid.clone())
+    /// The UID of the pod of this name that goes, as far as its name tells.
+    pub fn going(&self, namespace: &str, name: &str) -> Option<PodUid> {
+        let state = self.state();
+        let pods = state.pods.iter().flat_map(BTreeMap::values);
+        let named = pods.filter(|pod| pod.info.namespace == namespace && pod.info.name == name);
+        let going = named.max_by_key(|pod| (pod.ended, pod.deleting));
+        going.map(|pod| pod.info.uid.clone())
     }
 
     fn decided(&self, pod: &Arc<KnownPod>, labels: &Labels) -> Decided {
@@ -292,10 +294,11 @@ mod tests {
             found.map(|found| found.pod.info.uid.to_string())
         };
         assert_eq!(found(None).await.unwrap(), "b-new");
+        assert_eq!(directory.going("shop", "db-0").unwrap().as_str(), "a-old");
         assert_eq!(found(Some("a-old")).await.unwrap(), "a-old");
         assert_eq!(found(Some("c-newer")).await, Err(Unknown::Pod));
         directory.remove_pod(&"b-new".parse().unwrap());
-        assert_eq!(found(None).await.unwrap(), "a-old");
+        assert_eq!(found(None).await, Err(Unknown::Pod), "the next one is waited for");
     }
 
     #[test]
