@@ -439,7 +439,7 @@ impl<L: Launch> Lifecycle<L> {
                 let pending = add.on_failure == OnFailure::Retry || entry.retry.is_some() || was_captured;
                 match (add.on_failure, error) {
                     // Nothing to retry; and an earlier agent may have left something.
-                    (OnFailure::Retry, Error::NamespaceGone { .. }) => {
+                    (OnFailure::Retry, Error::NamespaceGone { .. }) if entry.pod.is_none() => {
                         let delete = PodDelete {
                             uid: uid.clone(),
                             netns: None,
