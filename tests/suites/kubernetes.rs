@@ -257,7 +257,11 @@ fn labels_decide_and_are_told_on_the_pod() {
     api.namespace("demo", &json!({}));
     world.wait_released(outside);
     world.wait_told(outside, None);
+    // One that says that it has ended may still run.
     api.change(inside, json!({ "status": { "phase": "Succeeded" } }));
+    api.bookmark();
+    assert_eq!(world.state(inside).as_deref(), Some("captured"));
+    assert_eq!(world.agent.cmddel(inside).status, 200);
     world.wait_released(inside);
     world.wait_told(inside, None);
     for patch in api.patches() {

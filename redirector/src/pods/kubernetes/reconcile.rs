@@ -1,8 +1,9 @@
 //! Brings what is captured to what Kubernetes says: enrols pods of which no plugin has told, or which were labelled while they run,
-//! gives captured ones the rules that their annotations say now, and releases those that have left the mesh or have ended.
+//! gives them the rules that their annotations say now, and releases those that have left the mesh.
 //!
 //! It compares whenever one side changes, so what was missed is found by the next change, and what fails is tried again. A pod
-//! whose object is gone is not released by that: until its namespace is gone too, its processes may still run.
+//! whose object is gone, or says that it has ended, is not released by that: until its namespace is gone too, its processes may still
+//! run.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -26,6 +27,7 @@ use super::{
         work::blocking,
     },
     directory::{Decided, Directory, KnownPod},
+    enablement::Left,
     find::{Found, Wanted, find},
 };
 use crate::{mesh::pod::PodUid, redirect::overrides::Overrides, sys::netns::Netns, telemetry::Chain};
@@ -33,8 +35,8 @@ use crate::{mesh::pod::PodUid, redirect::overrides::Overrides, sys::netns::Netns
 /// Events that are sent and not answered yet: one pod must not wait for all others.
 const AT_ONCE: usize = 8;
 
-/// Time for an answer, after which the pod is looked at again.
-const ANSWER_DEADLINE: Duration = Duration::from_secs(60);
+/// Time for an answer, after which another pod has its turn.
+const TURN: Duration = Duration::from_secs(60);
 
 /// Pause after a failure with a pod: the first, and the longest.
 const BACKOFF: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(30));
@@ -88,7 +90,7 @@ enum Finished {
 enum Step {
     Enrol(Arc<KnownPod>),
     Change(Arc<KnownPod>, PodStatus),
-    Release(PodUid, String),
+    Release(PodUid, Left),
 }
 
 impl Step {
@@ -173,7 +175,7 @@ impl Reconciler {
                 Step::Enrol(pod) => search.push(pod),
                 Step::Change(pod, status) => self.change(pod, &status),
                 Step::Release(uid, reason) => {
-                    info!(%uid, reason, "the pod is no longer in the mesh: releasing it");
+                    info!(%uid, %reason, "the pod is no longer in the mesh: releasing it");
                     let delete = PodDelete {
                         uid: uid.clone(),
                         netns: None,
@@ -190,22 +192,20 @@ impl Reconciler {
 
     /// What is to be done about a pod, whose capture is as `status` says.
     fn step(&self, Decided { pod, left }: &Decided, status: Option<&PodStatus>) -> Option<Step> {
-        let is_wanted = left.is_none() && !pod.ended;
-        match status {
-            Some(status) if is_wanted => {
+        match (status, left) {
+            (Some(status), None) => {
                 // What plugins gave, or an earlier agent, is not remembered here: each is given its rules once, which changes nothing
-                // where they are the same.
+                // where they are the same. One that failed by its old ones may do with others.
                 let given = self.rules.get(&pod.info.uid).map(Ok);
                 let differ = given != Some(pod.rules.as_ref());
-                let is_captured = status.state == State::Captured;
-                (differ && is_captured).then(|| Step::Change(Arc::clone(pod), status.clone()))
+                let is_settled = matches!(status.state, State::Captured | State::NotCaptured);
+                (differ && is_settled).then(|| Step::Change(Arc::clone(pod), status.clone()))
             }
-            Some(status) if status.state != State::Stopping => {
-                let reason = left.map_or_else(|| "it has ended".to_owned(), |left| left.to_string());
-                Some(Step::Release(pod.info.uid.clone(), reason))
+            (Some(status), Some(left)) if status.state != State::Stopping => {
+                Some(Step::Release(pod.info.uid.clone(), *left))
             }
             // Until it has an address, its plugin may still be at it; when it goes, it may have been released already.
-            None if is_wanted && !pod.deleting && !pod.addresses.is_empty() => {
+            (None, None) if !pod.ended && !pod.deleting && !pod.addresses.is_empty() => {
                 Some(Step::Enrol(Arc::clone(pod)))
             }
             _ => None,
@@ -300,16 +300,23 @@ impl Reconciler {
     ) {
         let (events, at_once) = (self.events.clone(), Arc::clone(&self.at_once));
         self.jobs.spawn(async move {
-            let answered = async {
-                let _permit = at_once.acquire().await;
-                let (reply, answer) = oneshot::channel();
-                events.send(event(reply)).await.map_err(|_| Error::Stopping)?;
-                answer.await.unwrap_or(Err(Error::Stopping))
+            let permit = at_once.acquire().await;
+            let (reply, mut answer) = oneshot::channel();
+            let answered = match events.send(event(reply)).await {
+                Ok(()) => timeout(TURN, &mut answer).await,
+                Err(_) => Ok(Ok(Err(Error::Stopping))),
             };
-            let result = match timeout(ANSWER_DEADLINE, answered).await {
-                Ok(result) => result.map_err(|error| Chain(&error).to_string()),
-                Err(_) => Err(format!("not done within {ANSWER_DEADLINE:?}; it goes on")),
+            let answered = match answered {
+                Ok(answered) => answered,
+                Err(_) => {
+                    warn!(%uid, "a step of the pod takes more than {TURN:?}; others go on");
+                    drop(permit);
+                    // It has deadlines of its own. Asked again meanwhile, it would have that to do too.
+                    answer.await
+                }
             };
+            let result = answered.unwrap_or(Err(Error::Stopping));
+            let result = result.map_err(|error| Chain(&error).to_string());
             Finished::Answered(uid, result.map(|()| rules))
         });
     }

@@ -97,31 +97,58 @@ fn strict() -> Value {
 
 #[tokio::test]
 async fn a_captured_pod_that_leaves_the_mesh_is_released() {
+    let mut fixture = Fixture::start();
+    fixture.put("web", json!({}));
+    fixture.captured(&["web"]);
+    let PodEvent::Delete(delete, reply) = fixture.event().await else {
+        panic!("no delete");
+    };
+    assert_eq!((delete.uid.as_str(), delete.netns), ("uid-web", None));
+    fixture.captured(&[]);
+    reply.send(Ok(())).unwrap();
+    fixture.quiet().await;
+}
+
+#[tokio::test]
+async fn a_pod_whose_processes_may_still_run_is_left_to_its_namespace() {
     for (more, why) in [
-        (json!({}), "its label is gone"),
+        (None, "its object is gone"),
         (
-            json!({ "metadata": { "labels": { "mesh": "yes" } }, "status": { "phase": "Succeeded" } }),
-            "it has ended",
+            Some(json!({ "metadata": { "labels": { "mesh": "yes" } }, "status": { "phase": "Failed" } })),
+            "it says that it has ended",
         ),
     ] {
         let mut fixture = Fixture::start();
-        fixture.put("web", more);
+        if let Some(more) = more {
+            fixture.put("web", more);
+        }
         fixture.captured(&["web"]);
-        let PodEvent::Delete(delete, reply) = fixture.event().await else {
-            panic!("{why}: no delete");
-        };
-        assert_eq!((delete.uid.as_str(), delete.netns), ("uid-web", None), "{why}");
-        fixture.captured(&[]);
-        reply.send(Ok(())).unwrap();
-        fixture.quiet().await;
+        while let Ok(Some(event)) = timeout(Duration::from_secs(3), fixture.events.recv()).await {
+            // It is given its rules once.
+            let PodEvent::Add(_, reply) = event else {
+                panic!("{why}: {event:?}");
+            };
+            reply.send(Ok(())).unwrap();
+        }
     }
 }
 
 #[tokio::test]
-async fn a_pod_without_an_object_is_left_to_its_namespace() {
+async fn a_pod_that_failed_by_its_rules_is_tried_with_others() {
     let mut fixture = Fixture::start();
-    fixture.captured(&["gone"]);
-    fixture.quiet().await;
+    fixture.put("web", strict());
+    fixture.status.send_replace(Status {
+        synced: true,
+        pods: vec![status("web", State::NotCaptured)],
+    });
+    for (expected, answer) in [(Some(true), Err(Error::Protocol("not strict"))), (None, Ok(()))] {
+        let PodEvent::Add(add, reply) = fixture.event().await else {
+            panic!("no add");
+        };
+        assert_eq!(add.rules.unwrap().strict, expected);
+        fixture.put("web", wanted());
+        reply.send(answer).unwrap();
+    }
 }
 
 #[tokio::test]
