@@ -13,7 +13,7 @@ use redirector_tests::{
     agent::{Agent, Options},
     app::{self, App},
     cgroup::{Cgroup, command_in},
-    kube_api::KubeApi,
+    kube_api::{ANNOTATION, KubeApi},
     mesh::PORT,
     node::{Family, Node, Pod},
     process::{Process, command},
@@ -221,7 +221,11 @@ fn labels_decide_and_are_told_on_the_pod() {
     api.pod(sidecar, more);
     api.pod(
         refusing,
-        json!({ "metadata": { "labels": { "istio.io/dataplane-mode": "none" } } }),
+        json!({ "metadata": {
+            "labels": { "istio.io/dataplane-mode": "none" },
+            // As another agent may have told.
+            "annotations": { ANNOTATION: "enabled" },
+        } }),
     );
 
     assert_eq!(world.add(inside), "");
@@ -264,6 +268,11 @@ fn labels_decide_and_are_told_on_the_pod() {
     assert_eq!(world.agent.cmddel(inside).status, 200);
     world.wait_released(inside);
     world.wait_told(inside, None);
+    assert_eq!(
+        api.told(refusing).as_deref(),
+        Some("enabled"),
+        "not ours to take away"
+    );
     for patch in api.patches() {
         assert!(
             patch["metadata"]["uid"].is_string(),

@@ -1,7 +1,8 @@
 //! Tells on the pods whether they are captured: an annotation, which istiod takes for a pod's ability to be called by HBONE.
 //!
 //! It compares what the lifecycle says with what the pod's annotation says, whenever one of them changes. `enabled` is captured,
-//! `pending` not yet, and a pod of which nothing is known has none (protocol of istio-cni's agent, cni/pkg/nodeagent).
+//! `pending` not yet, and a pod that is not, and was or should be, has none (protocol of istio-cni's agent, cni/pkg/nodeagent). What
+//! others tell on pods that are none of ours is left alone.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -62,6 +63,7 @@ pub(super) async fn run(
         jobs: JoinSet::new(),
         at_once: Arc::new(Semaphore::new(AT_ONCE)),
         busy: BTreeSet::new(),
+        ours: BTreeSet::new(),
         later: BTreeMap::new(),
     };
     loop {
@@ -88,6 +90,8 @@ struct Annotator {
     jobs: JoinSet<(Arc<KnownPod>, Told, Result<(), String>)>,
     at_once: Arc<Semaphore>,
     busy: BTreeSet<PodUid>,
+    /// Pods that the lifecycle has, or had.
+    ours: BTreeSet<PodUid>,
     /// Pods that are left alone for a while.
     later: BTreeMap<PodUid, Later>,
 }
@@ -106,6 +110,7 @@ impl Annotator {
         let known: BTreeSet<&PodUid> = decided.iter().map(|one| &one.pod.info.uid).collect();
         self.later
             .retain(|uid, later| known.contains(uid) && (later.until > now || later.failures > 0));
+        self.ours.retain(|uid| known.contains(uid));
         let status = self.status.borrow_and_update().clone();
         // Until the pods of an earlier agent are back it is not known what they are.
         if !status.synced {
@@ -119,7 +124,11 @@ impl Annotator {
                 .iter()
                 .find(|known| known.uid == uid.as_str())
                 .map(|known| known.state);
+            if state.is_some() {
+                self.ours.insert(uid.clone());
+            }
             let wanted = match state {
+                None if decided.left.is_some() && !self.ours.contains(uid) => continue,
                 Some(State::Captured) => Some("enabled"),
                 // Until it is settled, what is told holds.
                 Some(State::Starting | State::Stopping) => continue,
