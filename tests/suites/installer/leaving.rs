@@ -17,7 +17,7 @@ use super::{CONF, Cni, DEADLINE, LIST};
 /// What the API server says while the agent runs, what when it stops, and whether the agent leaves. None: it is away.
 type Row = (&'static str, Mood, Option<Mood>, bool);
 
-const ROWS: [Row; 13] = [
+const ROWS: [Row; 14] = [
     ("restart", Mood::There, Some(Mood::There), false),
     ("selected", Mood::For("on"), Some(Mood::For("on")), false),
     ("deleted", Mood::There, Some(Mood::Going), true),
@@ -31,6 +31,7 @@ const ROWS: [Row; 13] = [
     ("never_allowed", Mood::Forbidding, Some(Mood::Forbidding), false),
     ("never_known", Mood::Silent, Some(Mood::Unauthorized), false),
     ("never_there", Mood::Gone, Some(Mood::Gone), false),
+    ("never_seen", Mood::Silent, Some(Mood::Gone), false),
 ];
 
 pub(crate) fn cases() -> Vec<Case> {

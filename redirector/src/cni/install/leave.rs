@@ -2,8 +2,8 @@
 //!
 //! The API of Kubernetes tells: the agent's DaemonSet is gone, goes, or no longer wants a pod on this node. Who cannot be asked
 //! says nothing, and everything stays: pods that are started meanwhile wait for an agent, and none runs outside the mesh
-//! unnoticed. A refusal counts as an answer only if the same question was answered before: whoever uninstalls takes the agent's
-//! rights away first.
+//! unnoticed. Absence counts only of what was seen, and a refusal only if the same question was answered before: whoever uninstalls
+//! takes the agent's rights away first.
 
 use std::{
     collections::BTreeMap,
@@ -61,8 +61,6 @@ pub struct Owner {
     kubernetes: Kubernetes,
     /// It was told of once.
     was_told: AtomicBool,
-    /// It was not there when this agent began, so the name may be wrong.
-    is_doubtful: AtomicBool,
 }
 
 /// What is known of the DaemonSet.
@@ -96,27 +94,29 @@ impl Owner {
             kubernetes: Kubernetes::new(config.cluster.clone()),
             config,
             was_told: AtomicBool::new(false),
-            is_doubtful: AtomicBool::new(false),
         }
     }
 
     /// Asks until it was there once, or until `stop`, so that a later refusal can be understood.
     pub async fn learn(&self, stop: &CancellationToken) {
         let learning = async {
+            let mut was_warned = false;
             loop {
                 match timeout(DEADLINE, self.ask()).await.unwrap_or(Err(Failure::Late)) {
                     Ok(Answer::Wanted | Answer::Unwanted(_)) => {
-                        self.is_doubtful.store(false, Ordering::Relaxed);
                         debug!(daemonset = self.config.name, "the agent's DaemonSet is known");
                         return;
                     }
-                    Ok(Answer::Absent) if !self.is_doubtful.swap(true, Ordering::Relaxed) => warn!(
-                        daemonset = self.config.name,
-                        namespace = self.config.namespace,
-                        "there is no such DaemonSet: until there is, a stop of this agent is taken for a restart; --daemonset must be \
-                         the name of its own"
-                    ),
-                    Ok(Answer::Absent) => {}
+                    Ok(Answer::Absent) if was_warned => {}
+                    Ok(Answer::Absent) => {
+                        was_warned = true;
+                        warn!(
+                            daemonset = self.config.name,
+                            namespace = self.config.namespace,
+                            "there is no such DaemonSet: until there is, a stop of this agent is taken for a restart; --daemonset must \
+                             be the name of its own"
+                        );
+                    }
                     Ok(Answer::Refused(why)) => debug!(why, "the agent's DaemonSet may not be asked for"),
                     Err(error) => debug!(error = %Chain(&error), "the agent's DaemonSet cannot be asked for"),
                 }
@@ -132,15 +132,13 @@ impl Owner {
         let (name, namespace) = (&self.config.name, &self.config.namespace);
         let error = loop {
             let answer = timeout_at(end, self.ask()).await.unwrap_or(Err(Failure::Late));
+            let was_told = self.was_told.load(Ordering::Relaxed);
             let (gone, why) = match answer {
                 Ok(Answer::Wanted) => (false, "it is there and wants a pod on this node".to_owned()),
                 Ok(Answer::Unwanted(why)) => (true, why),
-                Ok(Answer::Absent) if self.is_doubtful.load(Ordering::Relaxed) => (
-                    false,
-                    "it was never there, so --daemonset may be wrong".to_owned(),
-                ),
-                Ok(Answer::Absent) => (true, "it is gone".to_owned()),
-                Ok(Answer::Refused(why)) if self.was_told.load(Ordering::Relaxed) => (
+                Ok(Answer::Absent) if was_told => (true, "it is gone".to_owned()),
+                Ok(Answer::Absent) => (false, "it was never seen, so --daemonset may be wrong".to_owned()),
+                Ok(Answer::Refused(why)) if was_told => (
                     true,
                     format!("the right to ask for it, which was there, is gone: {why}"),
                 ),
