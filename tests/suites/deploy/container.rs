@@ -222,6 +222,22 @@ impl Ground {
         }
     }
 
+    /// The pods are enrolled by an agent, talk through a proxy, which logs whose connection it was, and are released.
+    fn pods_talk(&self, agent: &Container, proxy: &Container) {
+        for pod in [&self.client, &self.server] {
+            let answer = self.tell("/cmdadd", pod);
+            assert_eq!(answer.status, 200, "{}\n{}", answer.body, agent.said());
+        }
+        let _app = App::start(&self.server.ns, (Family::V4.any(), PORT).into(), app::who);
+        app::ask_who(&self.client.ns, self.server.addr(Family::V4, PORT)).unwrap();
+        wait::until("the connection's record", || {
+            proxy.said().contains(&self.client.identity()).then_some(())
+        });
+        for pod in [&self.client, &self.server] {
+            assert_eq!(self.tell("/cmddel", pod).status, 200);
+        }
+    }
+
     fn tell(&self, path: &str, pod: &Pod) -> cni::Answer {
         let socket = self.of_node("/run/redirector/cni.sock");
         let mut event = cni::event(pod);
@@ -471,18 +487,7 @@ pub(crate) fn rules_of_iptables_can_be_written_from_the_container() {
     ground.add_iptables();
     let mut agent = ground.start(|_| {});
     agent.wait_ready(&ground.node);
-    for pod in [&ground.client, &ground.server] {
-        let answer = ground.tell("/cmdadd", pod);
-        assert_eq!(answer.status, 200, "{}\n{}", answer.body, agent.said());
-    }
-    let _app = App::start(&ground.server.ns, (Family::V4.any(), PORT).into(), app::who);
-    app::ask_who(&ground.client.ns, ground.server.addr(Family::V4, PORT)).unwrap();
-    wait::until("the connection's record", || {
-        agent.said().contains(&ground.client.identity()).then_some(())
-    });
-    for pod in [&ground.client, &ground.server] {
-        assert_eq!(ground.tell("/cmddel", pod).status, 200);
-    }
+    ground.pods_talk(&agent, &agent);
 }
 
 /// One agent in the place of istio-cni, and another in that of ztunnel: what the first needs of the kernel to serve pods by the second, the
@@ -501,18 +506,7 @@ pub(crate) fn a_proxy_in_another_container_serves_the_pods() {
     agent.wait_ready(&ground.node);
     let mut proxy = ground.start_of(&proxy, |_| {});
     proxy.wait_ready_at(&ground.node, 15121);
-    for pod in [&ground.client, &ground.server] {
-        let answer = ground.tell("/cmdadd", pod);
-        assert_eq!(answer.status, 200, "{}\n{}", answer.body, agent.said());
-    }
-    let _app = App::start(&ground.server.ns, (Family::V4.any(), PORT).into(), app::who);
-    app::ask_who(&ground.client.ns, ground.server.addr(Family::V4, PORT)).unwrap();
-    wait::until("the connection's record", || {
-        proxy.said().contains(&ground.client.identity()).then_some(())
-    });
-    for pod in [&ground.client, &ground.server] {
-        assert_eq!(ground.tell("/cmddel", pod).status, 200);
-    }
+    ground.pods_talk(&agent, &proxy);
 }
 
 pub(crate) fn what_the_daemonset_leaves_out_is_missed() {
