@@ -58,7 +58,7 @@ use crate::{
     pods::{
         PodEvent,
         admission::Admission,
-        cni_server::{self, CniServer},
+        cni_server::CniServer,
         kubernetes::Follower,
         launch::PodProxies,
         lifecycle,
@@ -66,9 +66,10 @@ use crate::{
         records::{self, Records},
         restore,
         rules::{self, NodeRules, RulesFile},
+        socket_file::BindError,
         status::{self, Status},
         zds,
-        zds_server::{self, Proxies, ZdsServer},
+        zds_server::{Proxies, ZdsServer},
     },
     proxy::{self, Shared},
     redirect::{self, Redirector, ebpf, iptables, moved::Moved, none::NoRedirect},
@@ -154,10 +155,10 @@ pub enum Error {
     },
     /// The CNI socket.
     #[error("cannot serve the CNI socket")]
-    CniSocket(#[source] cni_server::BindError),
+    CniSocket(#[source] BindError),
     /// The ZDS socket.
     #[error("cannot serve the ZDS socket")]
-    ZdsSocket(#[source] zds_server::BindError),
+    ZdsSocket(#[source] BindError),
     /// The workload file.
     #[error("cannot use the workload file")]
     Workloads(#[source] discovery::Error),

@@ -16,8 +16,9 @@ use crate::{
     identity::dev_ca,
     mesh::pod::PodUid,
     pods::{
-        cni_server::{self, BindError},
+        cni_server,
         records::{Record, Records, Remembered},
+        socket_file::{self, BindError},
     },
     redirect::{self, Leftovers},
     sys::lock::{DirectoryLock, LockError},
@@ -100,7 +101,7 @@ fn remove_socket_and_plugin(report: &mut Report, config: &Config) {
     let PodSource::Cni(socket) = &config.pods else {
         return;
     };
-    match cni_server::remove_stale(socket) {
+    match socket_file::remove_stale(socket, cni_server::FLAG) {
         // What is no socket is not ours.
         Ok(()) | Err(BindError::NotASocket { .. }) => {}
         Err(error) => return report.failed(Chain(&error).to_string()),

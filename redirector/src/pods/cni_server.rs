@@ -5,8 +5,7 @@
 //! `lifecycle`'s matter.
 
 use std::{
-    fs, io,
-    os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt},
+    io,
     path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
@@ -14,7 +13,6 @@ use std::{
 
 use bytes::Bytes;
 use http::{Method, Request, StatusCode};
-use socket2::{Domain, SockAddr, Socket, Type};
 use tokio::{
     net::UnixListener,
     sync::{mpsc, oneshot, watch},
@@ -26,6 +24,7 @@ use self::plugin_log::PluginLog;
 use super::{
     Error, NetnsRef, OnFailure, PodAdd, PodDelete, PodEvent,
     admission::{self, Admission, Decision},
+    socket_file::{self, BindError, SocketFile},
     status::{State, Status},
     wire::{self, Event},
     work::blocking,
@@ -37,6 +36,9 @@ use crate::{
 };
 
 mod plugin_log;
+
+/// The flag that chooses another path.
+pub const FLAG: &str = "--cni-socket";
 
 /// Time for capturing a pod. It goes on after that; the sender is told to try again.
 const ADD_DEADLINE: Duration = Duration::from_secs(30);
@@ -56,60 +58,14 @@ pub struct CniServer {
     file: SocketFile,
 }
 
-/// Why the socket is not there.
-#[derive(Debug, thiserror::Error)]
-pub enum BindError {
-    /// Another process listens.
-    #[error("{path} is served by a running agent: stop that one, or choose another path (--cni-socket)", path = .path.display())]
-    InUse {
-        /// Where.
-        path: PathBuf,
-    },
-    /// Something that is not ours to remove is there.
-    #[error("{path} exists and is not a socket: choose another path (--cni-socket)", path = .path.display())]
-    NotASocket {
-        /// Where.
-        path: PathBuf,
-    },
-    /// The system refuses.
-    #[error("{operation} {path}", path = .path.display())]
-    System {
-        /// What was tried.
-        operation: &'static str,
-        /// Where.
-        path: PathBuf,
-        /// Why it failed.
-        #[source]
-        source: io::Error,
-    },
-}
-
 impl CniServer {
     /// Listens at `path`, with mode 0660. A socket that nobody serves any more is replaced. Must be called within a tokio
     /// runtime.
+    ///
+    /// # Errors
+    /// When somebody serves it, it is no socket, or the system refuses.
     pub fn bind(path: &Path) -> Result<Self, BindError> {
-        let failed = |operation| {
-            move |source| BindError::System {
-                operation,
-                path: path.to_owned(),
-                source,
-            }
-        };
-        if let Some(directory) = path.parent() {
-            fs::DirBuilder::new()
-                .recursive(true)
-                .mode(0o750)
-                .create(directory)
-                .map_err(failed("create directory of"))?;
-        }
-        remove_stale(path)?;
-        let listener = UnixListener::bind(path).map_err(failed("listen at"))?;
-        fs::set_permissions(path, fs::Permissions::from_mode(0o660)).map_err(failed("set mode of"))?;
-        let metadata = fs::symlink_metadata(path).map_err(failed("look at"))?;
-        let file = SocketFile {
-            path: path.to_owned(),
-            id: (metadata.dev(), metadata.ino()),
-        };
+        let (listener, file) = socket_file::bind(path, FLAG, |path| UnixListener::bind(path))?;
         Ok(Self { listener, file })
     }
 
@@ -134,60 +90,6 @@ impl CniServer {
         };
         serve(Listener::Unix(listener), LIMITS, stop, handle).await;
         drop(file);
-    }
-}
-
-/// Removes the socket's file that a killed agent has left; there need be none.
-///
-/// # Errors
-/// When somebody serves it, or it is no socket.
-pub fn remove_stale(path: &Path) -> Result<(), BindError> {
-    let failed = |operation| {
-        move |source| BindError::System {
-            operation,
-            path: path.to_owned(),
-            source,
-        }
-    };
-    match fs::symlink_metadata(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        Err(error) => return Err(failed("look at")(error)),
-        Ok(metadata) if !metadata.file_type().is_socket() => {
-            return Err(BindError::NotASocket {
-                path: path.to_owned(),
-            });
-        }
-        Ok(_) => {}
-    }
-    // Does not wait: of one that accepts nothing any more, the queue may be full.
-    let connected = Socket::new(Domain::UNIX, Type::STREAM.nonblocking(), None)
-        .and_then(|socket| socket.connect(&SockAddr::unix(path)?));
-    match connected {
-        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
-            fs::remove_file(path).map_err(failed("remove stale socket"))
-        }
-        Err(error) if error.kind() != io::ErrorKind::WouldBlock => {
-            Err(failed("connect to existing socket")(error))
-        }
-        _ => Err(BindError::InUse {
-            path: path.to_owned(),
-        }),
-    }
-}
-
-/// The socket's file; removed on drop, if it is still this one.
-#[derive(Debug)]
-struct SocketFile {
-    path: PathBuf,
-    id: (u64, u64),
-}
-
-impl Drop for SocketFile {
-    fn drop(&mut self) {
-        let now = fs::symlink_metadata(&self.path).map(|metadata| (metadata.dev(), metadata.ino()));
-        if now.is_ok_and(|id| id == self.id) {
-            let _ = fs::remove_file(&self.path);
-        }
     }
 }
 

@@ -24,6 +24,7 @@ pub mod others;
 pub mod records;
 pub mod restore;
 pub mod rules;
+pub mod socket_file;
 pub mod status;
 pub mod wire;
 mod work;

@@ -4,13 +4,7 @@
 //! The socket and the taking of connections are here; `connection` is the talk with one proxy, `proxies` what all of them are told, and
 //! `pods::others` starts and stops a pod's proxy by it. Each connection has a task of its own, so that one that hangs holds up no other.
 
-use std::{
-    fs, io,
-    os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt},
-    path::{Path, PathBuf},
-    sync::Arc,
-    time::Duration,
-};
+use std::{io, path::Path, sync::Arc, time::Duration};
 
 use tokio::{
     task::{JoinSet, spawn_blocking},
@@ -20,7 +14,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use self::connection::End;
-use super::cni_server::{self, remove_stale};
+use super::socket_file::{self, BindError, SocketFile};
 use crate::{
     redirect::Peer,
     sys::{
@@ -34,6 +28,9 @@ mod proxies;
 
 pub use self::connection::check;
 pub use self::proxies::{Error, Proxies};
+
+/// The flag that chooses another path.
+const FLAG: &str = "--ztunnel-uds";
 
 /// Time between two connections that are taken: istio-cni takes 5 a second.
 const ACCEPT_INTERVAL: Duration = Duration::from_millis(200);
@@ -49,78 +46,13 @@ pub struct ZdsServer {
     proxies: Arc<Proxies>,
 }
 
-/// Why the socket is not there.
-#[derive(Debug, thiserror::Error)]
-pub enum BindError {
-    /// Another process listens.
-    #[error(
-        "{path} is served by a running node agent (istio-cni?): stop that one, or choose another path (--ztunnel-uds)",
-        path = .path.display()
-    )]
-    InUse {
-        /// Where.
-        path: PathBuf,
-    },
-    /// Something that is not ours to remove is there.
-    #[error("{path} exists and is not a socket: choose another path (--ztunnel-uds)", path = .path.display())]
-    NotASocket {
-        /// Where.
-        path: PathBuf,
-    },
-    /// The system refuses.
-    #[error("{operation} {path}", path = .path.display())]
-    System {
-        /// What was tried.
-        operation: &'static str,
-        /// Where.
-        path: PathBuf,
-        /// Why it failed.
-        #[source]
-        source: io::Error,
-    },
-}
-
 impl ZdsServer {
     /// Listens at `path`, with mode 0660. A socket that nobody serves any more is replaced. Must be called within a tokio runtime.
+    ///
+    /// # Errors
+    /// When somebody serves it (istio-cni, say), it is no socket, or the system refuses.
     pub fn bind(path: &Path, proxies: Arc<Proxies>) -> Result<Self, BindError> {
-        let failed = |operation| {
-            move |source| BindError::System {
-                operation,
-                path: path.to_owned(),
-                source,
-            }
-        };
-        if let Some(directory) = path.parent() {
-            let mut builder = fs::DirBuilder::new();
-            let made = builder.recursive(true).mode(0o750).create(directory);
-            made.map_err(failed("create directory of"))?;
-        }
-        remove_stale(path).map_err(|error| match error {
-            cni_server::BindError::InUse { path } => BindError::InUse { path },
-            cni_server::BindError::NotASocket { path } => BindError::NotASocket { path },
-            // Somebody listens, with sockets of this type: unix(7).
-            cni_server::BindError::System { path, source, .. }
-                if source.raw_os_error() == Some(libc::EPROTOTYPE) =>
-            {
-                BindError::InUse { path }
-            }
-            cni_server::BindError::System {
-                operation,
-                path,
-                source,
-            } => BindError::System {
-                operation,
-                path,
-                source,
-            },
-        })?;
-        let listener = Listener::bind(path).map_err(failed("listen at"))?;
-        fs::set_permissions(path, fs::Permissions::from_mode(0o660)).map_err(failed("set mode of"))?;
-        let metadata = fs::symlink_metadata(path).map_err(failed("look at"))?;
-        let file = SocketFile {
-            path: path.to_owned(),
-            inode: metadata.ino(),
-        };
+        let (listener, file) = socket_file::bind(path, FLAG, Listener::bind)?;
         Ok(Self {
             listener,
             file,
@@ -211,21 +143,6 @@ fn cgroup_of(pid: Option<u32>) -> io::Result<Option<u64>> {
     };
     let (_, directory) = hierarchy.of_process(pid)?;
     cgroups::id(&directory).map(Some)
-}
-
-/// The socket's file; removed on drop, if it is still this one.
-#[derive(Debug)]
-struct SocketFile {
-    path: PathBuf,
-    inode: u64,
-}
-
-impl Drop for SocketFile {
-    fn drop(&mut self) {
-        if fs::symlink_metadata(&self.path).is_ok_and(|now| now.ino() == self.inode) {
-            let _ = fs::remove_file(&self.path);
-        }
-    }
 }
 
 #[cfg(test)]

@@ -1,3 +1,6 @@
+use std::{fs, os::unix::fs::PermissionsExt as _};
+
+use socket2::{Domain, SockAddr, Socket, Type};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     sync::watch,
@@ -263,7 +266,10 @@ async fn the_socket_is_ours_alone() {
     let server = CniServer::bind(&path).unwrap();
     assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o7777, 0o660);
     assert!(matches!(CniServer::bind(&path), Err(BindError::InUse { .. })));
-    assert!(matches!(remove_stale(&path), Err(BindError::InUse { .. })));
+    assert!(matches!(
+        socket_file::remove_stale(&path, FLAG),
+        Err(BindError::InUse { .. })
+    ));
     assert!(path.exists());
 
     // What an agent that was killed leaves.
@@ -305,9 +311,12 @@ fn a_server_that_accepts_nothing_is_one() {
     while let Ok(client) = client() {
         clients.push(client);
     }
-    assert!(matches!(remove_stale(&path), Err(BindError::InUse { .. })));
+    assert!(matches!(
+        socket_file::remove_stale(&path, FLAG),
+        Err(BindError::InUse { .. })
+    ));
     drop(server);
-    remove_stale(&path).unwrap();
+    socket_file::remove_stale(&path, FLAG).unwrap();
     assert!(!path.exists());
 }
 

@@ -1,4 +1,4 @@
-use std::future::Future;
+use std::{fs, future::Future, os::unix::fs::PermissionsExt as _};
 
 use tokio::{sync::Notify, task::JoinHandle, time::timeout};
 
