@@ -13,7 +13,7 @@ use std::{
 use serde::Serialize;
 
 use crate::{
-    cni::install::leave,
+    cni::{entry::DEFAULT_AGENT_SOCKET, install::leave},
     discovery::xds,
     mesh::{
         pod::Home,
@@ -327,7 +327,7 @@ impl Config {
             Error::Setting(format!("TRUST_DOMAIN_ALIASES (--trust-domain-alias): {error}"))
         })?;
         let state_dir = s.state_dir.unwrap_or_else(|| "/run/redirector".into());
-        let cni_socket = s.cni_socket.unwrap_or_else(|| "/run/redirector/cni.sock".into());
+        let cni_socket = s.cni_socket.unwrap_or_else(|| DEFAULT_AGENT_SOCKET.into());
         let cni_given = cni::Given {
             install: s.cni_install,
             conf_dir: s.cni_conf_dir,

@@ -27,6 +27,7 @@ use tracing::{debug, warn};
 use super::{
     super::status::{State, Status},
     directory::{Directory, KnownPod},
+    pause,
 };
 use crate::{control_plane::kubernetes::Kubernetes, mesh::pod::PodUid, telemetry::Chain};
 
@@ -180,8 +181,7 @@ impl Annotator {
                     let annotation = self.directory.annotation();
                     warn!(%uid, annotation, error, "cannot tell on the pod whether it is captured; trying again");
                 }
-                let pause = BACKOFF.0 * 2_u32.saturating_pow(failures.min(8));
-                (pause.min(BACKOFF.1), None, failures + 1)
+                (pause(BACKOFF, failures), None, failures + 1)
             }
         };
         let until = Instant::now() + pause;

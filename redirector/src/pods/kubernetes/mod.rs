@@ -12,7 +12,7 @@ mod pod;
 mod reconcile;
 mod watch;
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use tokio::{
     sync::{mpsc, watch as channel},
@@ -107,4 +107,9 @@ impl Follower {
             .run(stop)
             .await;
     }
+}
+
+/// How long to wait after so many failures in a row: the first time, doubled with each, and the longest.
+fn pause((first, longest): (Duration, Duration), failures: u32) -> Duration {
+    (first * 2_u32.saturating_pow(failures.min(16))).min(longest)
 }

@@ -29,6 +29,7 @@ use super::{
     directory::{Decided, Directory, KnownPod},
     enablement::Left,
     find::{Found, Wanted, find},
+    pause,
 };
 use crate::{mesh::pod::PodUid, redirect::overrides::Overrides, sys::netns::Netns, telemetry::Chain};
 
@@ -282,10 +283,9 @@ impl Reconciler {
         if is_new {
             warn!(%uid, error, "the pod is not as Kubernetes says it should be; trying again");
         }
-        let pause = (BACKOFF.0 * 2_u32.saturating_pow(tries.min(8))).min(BACKOFF.1);
         let trouble = Trouble {
             tries: tries + 1,
-            next: Instant::now() + pause,
+            next: Instant::now() + pause(BACKOFF, tries),
             error,
         };
         self.trouble.insert(uid, trouble);

@@ -18,6 +18,7 @@ use tracing::{debug, info, warn};
 
 use super::{
     directory::Directory,
+    pause,
     pod::{KnownPod, Wire},
 };
 use crate::{control_plane::kubernetes::Kubernetes, telemetry::Chain};
@@ -181,7 +182,7 @@ impl Backoff {
         } else {
             debug!(what, error, "cannot follow Kubernetes");
         }
-        let pause = (BACKOFF.0 * 2_u32.saturating_pow(self.0.min(8))).min(BACKOFF.1);
+        let pause = pause(BACKOFF, self.0);
         self.0 += 1;
         let jitter = rand::random_range(0.5..1.0);
         sleep(pause.mul_f64(jitter)).await;
