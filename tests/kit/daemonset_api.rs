@@ -1,21 +1,19 @@
-//! The part of Kubernetes' API that an agent asks at its end: its own DaemonSet, and the labels of its node.
+//! The part of Kubernetes' API by which an agent knows whether it is uninstalled: its own DaemonSet, to get, list and watch, and the
+//! labels of its node.
 
 use std::{
     fs,
     net::{Ipv4Addr, TcpListener},
     path::{Path, PathBuf},
-    sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering},
-    },
+    sync::{Arc, Mutex, MutexGuard},
     time::Duration,
 };
 
 use serde_json::{Value, json};
-use tokio::{runtime::Runtime, sync::watch};
+use tokio::{runtime::Runtime, sync::mpsc};
 
 use crate::{
-    api_server::{Answer, Responder, kubeconfig, serve, status, unauthorized},
+    api_server::{Answer, Body, StreamingResponder, kubeconfig, serve_streams, status, unauthorized},
     grpc::Credentials,
     netns::Namespace,
 };
@@ -54,10 +52,16 @@ pub enum Mood {
 /// An API server.
 #[derive(Debug)]
 pub struct DaemonSetApi {
-    mood: watch::Sender<Mood>,
-    answered: Arc<AtomicUsize>,
+    state: Arc<Mutex<State>>,
     kubeconfig: PathBuf,
     runtime: Option<Runtime>,
+}
+
+#[derive(Debug)]
+struct State {
+    mood: Mood,
+    asked: usize,
+    watchers: Vec<mpsc::UnboundedSender<Value>>,
 }
 
 impl DaemonSetApi {
@@ -70,34 +74,63 @@ impl DaemonSetApi {
         let listener = ns.run(|| TcpListener::bind((Ipv4Addr::LOCALHOST, 0))).unwrap();
         let path = directory.join("kubeconfig");
         fs::write(&path, kubeconfig(listener.local_addr().unwrap(), &credentials)).unwrap();
-        let (mood, moods) = watch::channel(mood);
-        let answered = Arc::new(AtomicUsize::new(0));
-        let count = Arc::clone(&answered);
-        let responder: Responder = Arc::new(move |head, _, is_known| {
-            let answer = is_known.then(|| answer(*moods.borrow(), head.uri.path()));
-            count.fetch_add(1, Ordering::Relaxed);
-            answer.unwrap_or_else(|| Some(unauthorized()))
+        let state = Arc::new(Mutex::new(State {
+            mood,
+            asked: 0,
+            watchers: Vec::new(),
+        }));
+        let responder = Arc::clone(&state);
+        let responder: StreamingResponder = Arc::new(move |head, _, is_known| {
+            let mut state = lock(&responder);
+            state.asked += 1;
+            let whole = |(code, body)| Some((code, Body::Whole(body)));
+            if !is_known {
+                return whole(unauthorized());
+            }
+            let path = head.uri.path();
+            let query = head.uri.query().unwrap_or_default();
+            if path == COLLECTION && query.contains("watch=true") && state.mood.is_told() {
+                let (sender, events) = mpsc::unbounded_channel();
+                state.watchers.push(sender);
+                return Some((200, Body::Stream(events)));
+            }
+            // Whoever may see one alone may list it alone.
+            let selector = query.contains(&format!("metadata.name%3D{DAEMONSET}"))
+                || query.contains(&format!("metadata.name={DAEMONSET}"));
+            whole(answer(state.mood, path, selector)?)
         });
         Self {
-            mood,
-            answered,
+            runtime: Some(serve_streams(listener, &credentials, responder)),
+            state,
             kubeconfig: path,
-            runtime: Some(serve(listener, &credentials, responder)),
         }
     }
 
-    /// From now on.
+    /// From now on. Who watches is told of what becomes of the DaemonSet; refusals and silence are for new requests.
     pub fn set(&self, mood: Mood) {
-        self.mood.send_replace(mood);
+        let mut state = lock(&self.state);
+        state.mood = mood;
+        let (what, object) = match mood {
+            Mood::There => ("MODIFIED", object(None, false)),
+            Mood::For(value) => ("MODIFIED", object(Some(value), false)),
+            Mood::Going => ("MODIFIED", object(None, true)),
+            Mood::Gone => ("DELETED", object(None, false)),
+            _ => return,
+        };
+        let event = json!({ "type": what, "object": object });
+        state
+            .watchers
+            .retain(|watcher| watcher.send(event.clone()).is_ok());
     }
 
     /// How often it was asked.
     pub fn asked(&self) -> usize {
-        self.answered.load(Ordering::Relaxed)
+        lock(&self.state).asked
     }
 
     /// Nobody listens any more.
     pub fn stop(&mut self) {
+        lock(&self.state).watchers.clear();
         if let Some(runtime) = self.runtime.take() {
             runtime.shutdown_timeout(STOP_DEADLINE);
         }
@@ -122,13 +155,37 @@ impl Drop for DaemonSetApi {
     }
 }
 
-fn answer(mood: Mood, path: &str) -> Option<Answer> {
-    let daemonset = format!("/apis/apps/v1/namespaces/{NAMESPACE}/daemonsets/{DAEMONSET}");
+impl Mood {
+    /// Whether it is an answer about the DaemonSet.
+    fn is_told(self) -> bool {
+        matches!(self, Self::There | Self::For(_) | Self::Going | Self::Gone)
+    }
+}
+
+fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
+    state.lock().expect("nobody panics with it")
+}
+
+const COLLECTION: &str = "/apis/apps/v1/namespaces/redirector-system/daemonsets";
+
+fn answer(mood: Mood, path: &str, is_for_one: bool) -> Option<Answer> {
     if path == format!("/api/v1/nodes/{NODE}") {
         return Some((200, node()));
     }
-    if path != daemonset {
-        return Some(status(404, "NotFound", &format!("nothing is at {path}")));
+    let lists = path == COLLECTION && is_for_one;
+    if !lists && path != format!("{COLLECTION}/{DAEMONSET}") {
+        return Some(status(403, "Forbidden", &format!("{path} is not for agents")));
+    }
+    if lists && mood.is_told() {
+        let items: Vec<Value> = answer(mood, &format!("{COLLECTION}/{DAEMONSET}"), false)
+            .filter(|(code, _)| *code == 200)
+            .map(|(_, object)| object)
+            .into_iter()
+            .collect();
+        let list = json!({
+            "kind": "DaemonSetList", "apiVersion": "apps/v1", "metadata": { "resourceVersion": "1" }, "items": items,
+        });
+        return Some((200, list));
     }
     let failure = |code, reason: &str| {
         Some(status(
@@ -163,7 +220,7 @@ fn object(mesh: Option<&str>, is_going: bool) -> Value {
     }
     let mut object = json!({
         "kind": "DaemonSet", "apiVersion": "apps/v1",
-        "metadata": { "name": DAEMONSET, "namespace": NAMESPACE, "uid": "uid-1" },
+        "metadata": { "name": DAEMONSET, "namespace": NAMESPACE, "uid": "uid-1", "resourceVersion": "1" },
         "spec": {
             "selector": { "matchLabels": { "app": DAEMONSET } },
             "template": {

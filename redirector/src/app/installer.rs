@@ -45,7 +45,7 @@ impl Installer {
             .map(|daemonset| Arc::new(Owner::new(daemonset)));
         if let Some(owner) = owner.clone() {
             let stop = stop.clone();
-            tasks.spawn(async move { owner.learn(&stop).await });
+            tasks.spawn(async move { owner.follow(&stop).await });
         }
         let installation = config.cni.install.then(|| config.cni.installation.clone());
         let view = installation.clone().map(|installation| {

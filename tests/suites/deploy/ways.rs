@@ -7,7 +7,7 @@ pub(crate) struct Way {
     /// The capabilities beyond those that every agent needs.
     pub(crate) capabilities: &'static [&'static str],
     /// What the service account may do, as `VERB RESOURCE`.
-    pub(crate) rights: &'static [&'static str],
+    pub(crate) rights: &'static [&'static [&'static str]],
     /// The node's directories that the container has.
     pub(crate) node_paths: &'static [&'static str],
 }
@@ -31,34 +31,15 @@ const OF_PODS: &[&str] = &[
     "get nodes",
     "patch pods/status",
     "get daemonsets redirector",
+    "list daemonsets redirector",
+    "watch daemonsets redirector",
 ];
-const OF_PODS_AND_SIGNER: &[&str] = &[
-    "get pods",
-    "list pods",
-    "watch pods",
-    "get namespaces",
-    "list namespaces",
-    "watch namespaces",
-    "get nodes",
-    "patch pods/status",
-    "get daemonsets redirector",
+const OF_SIGNER: &[&str] = &[
     "create certificatesigningrequests",
     "get certificatesigningrequests",
     "delete certificatesigningrequests",
 ];
 const OF_APPROVER: &[&str] = &[
-    "get pods",
-    "list pods",
-    "watch pods",
-    "get namespaces",
-    "list namespaces",
-    "watch namespaces",
-    "get nodes",
-    "patch pods/status",
-    "get daemonsets redirector",
-    "create certificatesigningrequests",
-    "get certificatesigningrequests",
-    "delete certificatesigningrequests",
     "patch certificatesigningrequests/approval",
     "approve signers example.com/mesh",
 ];
@@ -69,7 +50,7 @@ pub(crate) const WAYS: &[Way] = &[
         name: "beside_istio",
         values: "{}",
         capabilities: OF_CNI,
-        rights: OF_PODS,
+        rights: &[OF_PODS],
         node_paths: CAPTURING,
     },
     Way {
@@ -83,7 +64,7 @@ pub(crate) const WAYS: &[Way] = &[
         name: "instead_of_istio_cni_alone",
         values: r#"{"proxy": "ztunnel"}"#,
         capabilities: OF_CNI,
-        rights: OF_PODS,
+        rights: &[OF_PODS],
         node_paths: &[STATE, BPFFS, CGROUPS, PROC, NETNS, CNI[0], CNI[1], ZTUNNEL],
     },
     Way {
@@ -96,14 +77,14 @@ pub(crate) const WAYS: &[Way] = &[
             "workloads": "services:\n- {name: web, namespace: shop, hostname: web.shop, vips: [/10.9.0.1], ports: {80: 8080}}\n"
         }"#,
         capabilities: OF_CNI,
-        rights: OF_PODS,
+        rights: &[OF_PODS],
         node_paths: CAPTURING,
     },
     Way {
         name: "by_iptables",
         values: r#"{"redirect": "iptables"}"#,
         capabilities: OF_CNI,
-        rights: OF_PODS,
+        rights: &[OF_PODS],
         node_paths: &[
             STATE,
             BPFFS,
@@ -121,7 +102,7 @@ pub(crate) const WAYS: &[Way] = &[
                     "certificates": {"source": "signer", "lifetime": "12h",
                                      "signer": {"name": "example.com/mesh", "rootConfigMap": "mesh-roots"}}}"#,
         capabilities: OF_CNI,
-        rights: OF_PODS_AND_SIGNER,
+        rights: &[OF_PODS, OF_SIGNER],
         node_paths: CAPTURING,
     },
     Way {
@@ -129,14 +110,14 @@ pub(crate) const WAYS: &[Way] = &[
         values: r#"{"certificates": {"source": "signer",
                                      "signer": {"name": "example.com/mesh", "rootConfigMap": "mesh-roots", "approve": true}}}"#,
         capabilities: OF_CNI,
-        rights: OF_APPROVER,
+        rights: &[OF_PODS, OF_SIGNER, OF_APPROVER],
         node_paths: CAPTURING,
     },
     Way {
         name: "with_spire",
         values: r#"{"certificates": {"source": "spiffe"}}"#,
         capabilities: OF_CNI,
-        rights: OF_PODS,
+        rights: &[OF_PODS],
         node_paths: &[
             STATE,
             BPFFS,
@@ -153,7 +134,7 @@ pub(crate) const WAYS: &[Way] = &[
         values: r#"{"controlPlane": {"xdsAddress": ""}, "certificates": {"source": "development"},
                     "cni": {"confDir": "/var/lib/rancher/k3s/agent/etc/cni/net.d", "binDir": "/var/lib/rancher/k3s/data/cni"}}"#,
         capabilities: OF_CNI,
-        rights: OF_PODS,
+        rights: &[OF_PODS],
         node_paths: &[
             STATE,
             BPFFS,
@@ -168,7 +149,7 @@ pub(crate) const WAYS: &[Way] = &[
         name: "with_the_plugin_installed_by_others",
         values: r#"{"cni": {"install": false}}"#,
         capabilities: &["CAP_SYS_PTRACE"],
-        rights: OF_PODS,
+        rights: &[OF_PODS],
         node_paths: &[STATE, BPFFS, CGROUPS, PROC, NETNS],
     },
     Way {
@@ -197,7 +178,7 @@ pub(crate) const WAYS: &[Way] = &[
             "networkPolicy": {"allowHbone": [{"namespace": "shop", "podSelector": {"matchLabels": {"app": "web"}}}, {"namespace": "shop"}]}
         }"#,
         capabilities: &["CAP_DAC_OVERRIDE", "CAP_SYS_PTRACE", "CAP_SYS_RESOURCE"],
-        rights: OF_PODS,
+        rights: &[OF_PODS],
         node_paths: CAPTURING,
     },
 ];

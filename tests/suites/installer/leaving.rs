@@ -14,24 +14,59 @@ use redirector_tests::{
 
 use super::{CONF, Cni, DEADLINE, LIST};
 
-/// What the API server says while the agent runs, what when it stops, and whether the agent leaves. None: it is away.
-type Row = (&'static str, Mood, Option<Mood>, bool);
+/// What the API server says while the agent runs, one after the other, what when it stops, and whether the agent leaves. None: it is
+/// away.
+type Row = (&'static str, &'static [Mood], Option<Mood>, bool);
 
-const ROWS: [Row; 14] = [
-    ("restart", Mood::There, Some(Mood::There), false),
-    ("selected", Mood::For("on"), Some(Mood::For("on")), false),
-    ("deleted", Mood::There, Some(Mood::Going), true),
-    ("gone", Mood::There, Some(Mood::Gone), true),
-    ("no_longer_selected", Mood::There, Some(Mood::For("off")), true),
-    ("rights_are_gone", Mood::There, Some(Mood::Forbidding), true),
-    ("account_is_gone", Mood::There, Some(Mood::Unauthorized), true),
-    ("faulty", Mood::There, Some(Mood::Faulty), false),
-    ("silent", Mood::There, Some(Mood::Silent), false),
-    ("away", Mood::There, None, false),
-    ("never_allowed", Mood::Forbidding, Some(Mood::Forbidding), false),
-    ("never_known", Mood::Silent, Some(Mood::Unauthorized), false),
-    ("never_there", Mood::Gone, Some(Mood::Gone), false),
-    ("never_seen", Mood::Silent, Some(Mood::Gone), false),
+const ROWS: [Row; 17] = [
+    ("restart", &[Mood::There], Some(Mood::There), false),
+    ("selected", &[Mood::For("on")], Some(Mood::For("on")), false),
+    ("deleted", &[Mood::There], Some(Mood::Going), true),
+    ("gone", &[Mood::There], Some(Mood::Gone), true),
+    ("no_longer_selected", &[Mood::There], Some(Mood::For("off")), true),
+    (
+        "rights_go_with_it",
+        &[Mood::There, Mood::Gone],
+        Some(Mood::Forbidding),
+        true,
+    ),
+    (
+        "account_goes_with_it",
+        &[Mood::There, Mood::Going],
+        Some(Mood::Unauthorized),
+        true,
+    ),
+    // The agent's own pod is deleted by force, or somebody has changed its rights.
+    (
+        "rights_alone_are_gone",
+        &[Mood::There],
+        Some(Mood::Forbidding),
+        false,
+    ),
+    (
+        "account_alone_is_gone",
+        &[Mood::There],
+        Some(Mood::Unauthorized),
+        false,
+    ),
+    (
+        "made_anew",
+        &[Mood::There, Mood::Gone, Mood::There],
+        Some(Mood::Unauthorized),
+        false,
+    ),
+    ("faulty", &[Mood::There], Some(Mood::Faulty), false),
+    ("silent", &[Mood::There], Some(Mood::Silent), false),
+    ("away", &[Mood::There], None, false),
+    (
+        "never_allowed",
+        &[Mood::Forbidding],
+        Some(Mood::Forbidding),
+        false,
+    ),
+    ("never_known", &[Mood::Silent], Some(Mood::Unauthorized), false),
+    ("never_there", &[Mood::Gone], Some(Mood::Gone), false),
+    ("never_seen", &[Mood::Silent], Some(Mood::Gone), false),
 ];
 
 pub(crate) fn cases() -> Vec<Case> {
@@ -64,10 +99,11 @@ fn is_captured(agent: &Agent) -> bool {
     records.count() > 0
 }
 
-fn an_agent_stops((_, before, at_end, leaves): Row) {
+fn an_agent_stops((_, while_it_runs, at_end, leaves): Row) {
+    let (first, later) = while_it_runs.split_first().expect("it says something");
     let mut started = None;
     let (mut agent, cni, _node, pod) = begin(|node, cni| {
-        let api = DaemonSetApi::start(&node.host.ns, node.directory(), before);
+        let api = DaemonSetApi::start(&node.host.ns, node.directory(), *first);
         let environment = api.environment();
         started = Some(api);
         Options {
@@ -86,15 +122,24 @@ fn an_agent_stops((_, before, at_end, leaves): Row) {
             .contains("\"namePrefix\": \"redirector-\"")
     );
     wait::until("the agent to ask", || (api.asked() > 0).then_some(()));
-    let learns = match before {
-        Mood::Forbidding => Some("DaemonSet may not be asked for"),
-        Mood::Gone => Some("there is no such DaemonSet"),
-        Mood::Silent => None,
-        _ => Some("DaemonSet is known"),
+    let learn = |text: &str, times: usize| {
+        wait::until(text, || {
+            (agent.log().matches(text).count() == times).then_some(())
+        });
     };
-    wait::until("the agent to learn", || {
-        learns.is_none_or(|text| agent.log().contains(text)).then_some(())
-    });
+    match first {
+        Mood::Forbidding => learn("DaemonSet cannot be watched", 1),
+        Mood::Gone => learn("there is no such DaemonSet", 1),
+        Mood::Silent => {}
+        _ => learn("DaemonSet is known", 1),
+    }
+    for mood in later {
+        api.set(*mood);
+        match mood {
+            Mood::There => learn("DaemonSet is known", 2),
+            _ => learn("DaemonSet goes", 1),
+        }
+    }
     match at_end {
         Some(mood) => api.set(mood),
         None => api.stop(),

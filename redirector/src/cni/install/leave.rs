@@ -2,19 +2,24 @@
 //!
 //! The API of Kubernetes tells: the agent's DaemonSet is gone, goes, or no longer wants a pod on this node. Who cannot be asked
 //! says nothing, and everything stays: pods that are started meanwhile wait for an agent, and none runs outside the mesh
-//! unnoticed. Absence counts only of what was seen, and a refusal only if the same question was answered before: whoever uninstalls
-//! takes the agent's rights away first.
+//! unnoticed.
+//!
+//! Whoever uninstalls takes the agent's rights away too, and may do so before the agent is stopped; but a token is no longer good
+//! either where the agent's own pod was deleted by force, or where the API server is in trouble. So the DaemonSet is watched while
+//! the agent runs, and a refusal at the end counts only where it was seen to go. Absence counts only of what was seen.
 
 use std::{
     collections::BTreeMap,
-    sync::atomic::{AtomicBool, Ordering},
+    pin::pin,
+    sync::{Mutex, PoisonError},
     time::Duration,
 };
 
+use futures_util::StreamExt as _;
 use k8s_openapi::api::{apps::v1::DaemonSet, core::v1::Node};
-use kube::{Api, Client};
+use kube::{Api, Client, runtime::watcher};
 use serde::Serialize;
-use tokio::time::{Instant, sleep, timeout, timeout_at};
+use tokio::time::{Instant, sleep, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
@@ -59,8 +64,18 @@ fn as_text<S: serde::Serializer>(cluster: &Cluster, serializer: S) -> Result<S::
 pub struct Owner {
     config: Config,
     kubernetes: Kubernetes,
-    /// It was told of once.
-    was_told: AtomicBool,
+    seen: Mutex<Seen>,
+}
+
+/// What was seen of the DaemonSet last.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Seen {
+    /// It was never there.
+    Never,
+    /// It is there.
+    There,
+    /// It goes, or is gone.
+    Going,
 }
 
 /// What is known of the DaemonSet.
@@ -83,6 +98,8 @@ enum Failure {
     Setup(#[from] control_plane::Error),
     #[error("Kubernetes' API does not answer as it should")]
     Asking(#[from] kube::Error),
+    #[error("the watch of Kubernetes' API fails")]
+    Watching(#[source] watcher::Error),
     #[error("Kubernetes' API does not answer in time")]
     Late,
 }
@@ -93,37 +110,70 @@ impl Owner {
         Self {
             kubernetes: Kubernetes::new(config.cluster.clone()),
             config,
-            was_told: AtomicBool::new(false),
+            seen: Mutex::new(Seen::Never),
         }
     }
 
-    /// Asks until it was there once, or until `stop`, so that a later refusal can be understood.
-    pub async fn learn(&self, stop: &CancellationToken) {
-        let learning = async {
+    /// Watches it until `stop`, so that a refusal at the end can be understood.
+    pub async fn follow(&self, stop: &CancellationToken) {
+        let following = async {
             let mut was_warned = false;
             loop {
-                match timeout(DEADLINE, self.ask()).await.unwrap_or(Err(Failure::Late)) {
-                    Ok(Answer::Wanted | Answer::Unwanted(_)) => {
-                        debug!(daemonset = self.config.name, "the agent's DaemonSet is known");
-                        return;
-                    }
-                    Ok(Answer::Absent) if was_warned => {}
-                    Ok(Answer::Absent) => {
-                        was_warned = true;
-                        warn!(
-                            daemonset = self.config.name,
-                            namespace = self.config.namespace,
-                            "there is no such DaemonSet: until there is, a stop of this agent is taken for a restart; --daemonset must \
-                             be the name of its own"
-                        );
-                    }
-                    Ok(Answer::Refused(why)) => debug!(why, "the agent's DaemonSet may not be asked for"),
-                    Err(error) => debug!(error = %Chain(&error), "the agent's DaemonSet cannot be asked for"),
-                }
+                let error = match self.watch(&mut was_warned).await {
+                    Ok(()) => "the watch has ended".to_owned(),
+                    Err(error) => Chain(&error).to_string(),
+                };
+                debug!(error, "the agent's DaemonSet cannot be watched; trying again");
                 sleep(RETRIES.1).await;
             }
         };
-        tokio::select! { () = learning => {}, () = stop.cancelled() => {} }
+        tokio::select! { () = following => {}, () = stop.cancelled() => {} }
+    }
+
+    /// Until something fails; the next one begins with what is there then.
+    async fn watch(&self, was_warned: &mut bool) -> Result<(), Failure> {
+        let client = self.kubernetes.client().await?;
+        let api: Api<DaemonSet> = Api::namespaced(client, &self.config.namespace);
+        let mut states = pin!(watcher::watch_object(api, &self.config.name));
+        let (daemonset, namespace) = (&self.config.name, &self.config.namespace);
+        while let Some(state) = states.next().await {
+            let is_there = state
+                .map_err(Failure::Watching)?
+                .is_some_and(|daemonset| daemonset.metadata.deletion_timestamp.is_none());
+            match (self.see(is_there), is_there) {
+                (Seen::Never, false) if !*was_warned => {
+                    *was_warned = true;
+                    warn!(
+                        daemonset,
+                        namespace,
+                        "there is no such DaemonSet: until there is, a stop of this agent is taken for a restart; --daemonset must be \
+                         the name of its own"
+                    );
+                }
+                (Seen::There, false) => info!(daemonset, namespace, "the agent's DaemonSet goes"),
+                (Seen::Never | Seen::Going, true) => {
+                    debug!(daemonset, namespace, "the agent's DaemonSet is known");
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Notes how it is, and tells what was seen before.
+    fn see(&self, is_there: bool) -> Seen {
+        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = *seen;
+        *seen = match (before, is_there) {
+            (_, true) => Seen::There,
+            (Seen::Never, false) => Seen::Never,
+            (_, false) => Seen::Going,
+        };
+        before
+    }
+
+    fn seen(&self) -> Seen {
+        *self.seen.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Whether this agent is stopped for good on this node. Takes some seconds at most.
@@ -132,15 +182,15 @@ impl Owner {
         let (name, namespace) = (&self.config.name, &self.config.namespace);
         let error = loop {
             let answer = timeout_at(end, self.ask()).await.unwrap_or(Err(Failure::Late));
-            let was_told = self.was_told.load(Ordering::Relaxed);
+            let seen = self.seen();
             let (gone, why) = match answer {
                 Ok(Answer::Wanted) => (false, "it is there and wants a pod on this node".to_owned()),
                 Ok(Answer::Unwanted(why)) => (true, why),
-                Ok(Answer::Absent) if was_told => (true, "it is gone".to_owned()),
+                Ok(Answer::Absent) if seen != Seen::Never => (true, "it is gone".to_owned()),
                 Ok(Answer::Absent) => (false, "it was never seen, so --daemonset may be wrong".to_owned()),
-                Ok(Answer::Refused(why)) if was_told => (
+                Ok(Answer::Refused(why)) if seen == Seen::Going => (
                     true,
-                    format!("the right to ask for it, which was there, is gone: {why}"),
+                    format!("it was seen to go, and so has the right to ask for it: {why}"),
                 ),
                 Ok(Answer::Refused(why)) => (false, format!("it may not be asked for: {why}")),
                 Err(error) if Instant::now() + RETRIES.0 < end => {
@@ -170,7 +220,6 @@ impl Owner {
             }
             Err(error) => return Err(error.into()),
         };
-        self.was_told.store(true, Ordering::Relaxed);
         if daemonset.metadata.deletion_timestamp.is_some() {
             return Ok(Answer::Unwanted("it is being deleted".to_owned()));
         }
