@@ -71,7 +71,7 @@ use crate::{
         zds,
         zds_server::{Proxies, ZdsServer},
     },
-    proxy::{self, Shared},
+    proxy::{self, Shared, flows::Flows},
     redirect::{self, Redirector, ebpf, iptables, moved::Moved, none::NoRedirect},
     sys::{
         lock::{DirectoryLock, LockError},
@@ -242,12 +242,14 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
     let (upkeep, probers) = Upkeep::begin(Arc::clone(&redirector)).await;
 
     redirect::metrics::register(&mut registry, Arc::clone(&redirector));
+    let flows = Arc::<Flows>::default();
     let shared = Arc::new(Shared {
         mesh: mesh.clone(),
         identities: Arc::clone(&identities),
         redirector: Arc::clone(&redirector),
         config: config.proxy(),
         metrics: proxy_metrics(&mut registry),
+        flows: Arc::clone(&flows),
         residents: proxy::Residents::default(),
         demand,
         names: proxy::Names::default(),
@@ -308,6 +310,7 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
         probers,
         mesh: mesh.clone(),
         awaited,
+        flows,
         identities: Arc::clone(&identities),
         registry,
         logs,

@@ -19,12 +19,14 @@ use crate::{
         kubernetes::{Missed, directory::Directory},
         status::{State, Status},
     },
+    proxy::flows::Flows,
     redirect::probers::View,
     serve::{Answer, Limits, Listener, method_not_allowed, serve, text},
     telemetry::{Chain, logs, metrics},
 };
 
 pub mod client;
+mod flows;
 
 const LIMITS: Limits = Limits {
     connections: 32,
@@ -50,6 +52,8 @@ pub struct Admin {
     pub mesh: watch::Receiver<Arc<Mesh>>,
     /// The types of resources of which a control plane owes the first state.
     pub awaited: watch::Receiver<Vec<&'static str>>,
+    /// The pods' connections.
+    pub flows: Arc<Flows>,
     /// The identities in use.
     pub identities: Arc<Store>,
     /// The metrics.
@@ -105,7 +109,12 @@ impl Admin {
     pub async fn serve(self: Arc<Self>, endpoint: Endpoint, listener: TcpListener, stop: CancellationToken) {
         let handler = move |request| {
             let admin = Arc::clone(&self);
-            async move { admin.handle(endpoint, &request) }
+            async move {
+                match flows::answer(&admin, endpoint, &request).await {
+                    Some(answer) => answer,
+                    None => admin.handle(endpoint, &request),
+                }
+            }
         };
         serve(Listener::Tcp(listener), LIMITS, stop, handler).await;
     }
@@ -238,6 +247,8 @@ impl Admin {
 
 const INDEX: &str = "\
 GET  /pods            pods and their capture state
+GET  /connections     what is open; ?pod=NAMESPACE/NAME, ?limit=N
+GET  /flows           what has ended; ?after=NEXT&wait=SECONDS waits for more
 GET  /config_dump     mesh, pods and settings
 GET  /metrics         counters
 GET  /healthz/ready   readiness

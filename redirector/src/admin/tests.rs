@@ -39,6 +39,7 @@ fn fixture() -> Fixture {
         probers: watch::channel(Some(probers())).1,
         mesh: mesh_view,
         awaited: awaited_view,
+        flows: Arc::default(),
         identities: Store::new(Arc::new(Nobody), PeerRules::default()),
         registry: metrics::registry(),
         logs,
@@ -86,7 +87,10 @@ async fn ask(admin: &Admin, endpoint: Endpoint, method: &str, path: &str) -> (u1
         .uri(path)
         .body(Bytes::new())
         .unwrap();
-    let answer = admin.handle(endpoint, &request);
+    let answer = match flows::answer(admin, endpoint, &request).await {
+        Some(answer) => answer,
+        None => admin.handle(endpoint, &request),
+    };
     let status = answer.status().as_u16();
     let body = answer.into_body().collect().await.unwrap().to_bytes();
     (status, String::from_utf8(body.to_vec()).unwrap())
@@ -100,6 +104,11 @@ async fn each_endpoint_has_its_paths_and_methods() {
         (Admin, "GET", "/", 200, "/quitquitquit"),
         (Admin, "GET", "/pods", 200, "\"backend\": \"test\""),
         (Admin, "GET", "/pods", 200, "\"rule\": \"cgroups\""),
+        (Admin, "GET", "/connections?pod=shop/web-0", 200, "\"total\": 0"),
+        (Admin, "GET", "/flows?after=0", 200, "\"next\": 0"),
+        (Admin, "GET", "/flows?since=0", 400, "no parameter \"since\""),
+        (Admin, "POST", "/flows", 405, "only GET"),
+        (Metrics, "GET", "/flows", 404, "no such path"),
         (Admin, "GET", "/metrics", 200, "# EOF"),
         (
             Admin,

@@ -19,6 +19,7 @@ use std::{
 use futures_util::task::AtomicWaker;
 use tokio::sync::watch;
 
+use super::failure::{Failure, Flag};
 use crate::mesh::{
     index::Mesh,
     pod::{Home, Local, PodInfo},
@@ -51,6 +52,19 @@ pub(super) enum Denied {
     },
     #[error(transparent)]
     Unanswered(#[from] Unanswered),
+}
+
+impl Failure for Denied {
+    fn flag(&self) -> Flag {
+        Flag::Deny
+    }
+
+    fn policy(&self) -> Option<&PolicyName> {
+        match self {
+            Self::ByPolicy(Denial::Matched(policy)) | Self::ByChange(Denial::Matched(policy)) => Some(policy),
+            _ => None,
+        }
+    }
 }
 
 impl Denied {
@@ -126,6 +140,8 @@ pub(super) struct Admitted {
     connections: Arc<Connections>,
     key: u64,
     entry: Arc<Entry>,
+    /// The ALLOW policy that it matched; none where there was none to ask.
+    policy: Option<PolicyName>,
 }
 
 impl Connections {
@@ -164,7 +180,7 @@ impl Connections {
 
     /// Lets a connection in, if the pod's policies permit it.
     pub(super) fn admit(self: &Arc<Self>, flow: Flow) -> Result<Admitted, Denied> {
-        let (admitted, policies) = {
+        let (mut admitted, policies) = {
             let mut table = self.newest();
             if table.mesh.policies_are_awaited() {
                 return Err(Denied::PoliciesAwaited);
@@ -185,6 +201,7 @@ impl Connections {
                 connections: self.clone(),
                 key: table.enter(entry.clone()),
                 entry,
+                policy: None,
             };
             (admitted, table.policies.clone())
         };
@@ -201,7 +218,10 @@ impl Connections {
             );
         }
         match decision.verdict {
-            policy::Verdict::Permitted(_) => Ok(admitted),
+            policy::Verdict::Permitted(policy) => {
+                admitted.policy = policy.cloned();
+                Ok(admitted)
+            }
             policy::Verdict::Denied(denial) => Err(Denied::ByPolicy(denial)),
         }
     }
@@ -338,6 +358,11 @@ impl Admitted {
             _ = self.revoked() => {}
             () = connection => {}
         }
+    }
+
+    /// The policy that let it in.
+    pub(super) fn policy(&self) -> Option<&PolicyName> {
+        self.policy.as_ref()
     }
 
     /// For whoever is to tell, at the end, why it ended.

@@ -23,6 +23,7 @@ use super::{
     connections::{Admitted, Denied, Flow},
     copy::{Leg, Refused, Sink},
     dial,
+    failure::{self, Failure, Flag},
     hbone::server::{self, Connect},
     proxy_protocol,
     record::{Direction, Party, Reason, Record, Security},
@@ -35,6 +36,7 @@ use crate::{
     },
     mesh::{
         index::Mesh,
+        policy::PolicyName,
         route::{self, Refusal, Upstream},
         spiffe::SpiffeId,
         wanted,
@@ -77,6 +79,26 @@ pub(super) enum Error {
     Http2(server::Error),
 }
 
+impl Failure for Error {
+    fn flag(&self) -> Flag {
+        match self {
+            Self::Identity(_) | Self::NoPeerIdentity => Flag::Identity,
+            Self::Tls(error) => failure::of_tls(error),
+            Self::TlsTimeout { .. } => Flag::TlsFailure,
+            Self::Denied(denied) => denied.flag(),
+            Self::Http2(_) => Flag::Http2Failure,
+            _ => Flag::Connect,
+        }
+    }
+
+    fn policy(&self) -> Option<&PolicyName> {
+        match self {
+            Self::Denied(denied) => denied.policy(),
+            _ => None,
+        }
+    }
+}
+
 /// A tunnel's ends.
 pub(super) struct Tunnel {
     /// The peer's TCP address.
@@ -107,7 +129,7 @@ pub(super) async fn connection(pod: Arc<Pod>, stream: TcpStream, peer: SocketAdd
     let Ok(of_all) = pod.peers.handshakes.try_acquire() else {
         return refuse(Reason::handshakes);
     };
-    let record = Record::new(pod.shared.metrics.clone(), Direction::Inbound, peer);
+    let record = Record::new(&pod.recorder, Direction::Inbound, peer);
     let (io, tunnel, mut proof) = match accept(&pod, stream, peer).await {
         Ok(accepted) => accepted,
         Err(error) => return record.fail(&error),
@@ -181,7 +203,7 @@ async fn request(pod: Arc<Pod>, tunnel: Arc<Tunnel>, mut connect: Connect) {
             return record.refuse(Reason::streams, &error);
         }
     };
-    let authority = record.hbone_dst.as_deref().unwrap_or_default();
+    let authority = record.known().hbone_dst.as_deref().unwrap_or_default();
     let found = Box::pin(application(&pod, &tunnel, authority, connect.abandoned())).await;
     let (mut application, upstream, admitted) = match found {
         Ok(found) => found,
@@ -204,7 +226,7 @@ async fn request(pod: Arc<Pod>, tunnel: Arc<Tunnel>, mut connect: Connect) {
         stream.sink.reset().await;
         return record.fail(&error);
     }
-    record.admitted = Some(admitted.entry());
+    record.admitted(&admitted);
     let stream = (&mut stream.source, &mut stream.sink);
     let relayed = relay::tunnelled(application, stream, record, pod.shared.config.tail_deadline);
     admitted.run(relayed).await;
@@ -212,13 +234,14 @@ async fn request(pod: Arc<Pod>, tunnel: Arc<Tunnel>, mut connect: Connect) {
 
 /// The record of a request for `authority`, not opened yet.
 pub(super) fn record_of(pod: &Pod, tunnel: &Tunnel, authority: String, headers: &HeaderMap) -> Box<Record> {
-    let mut record = Record::new(pod.shared.metrics.clone(), Direction::Inbound, tunnel.peer);
-    record.dst = Some(tunnel.local);
-    record.hbone_dst = Some(authority);
-    record.source = source(&pod.mesh(), &pod.shared.config, tunnel, headers);
-    record.source.identity = Some(tunnel.identity.clone());
-    record.destination = pod.party.clone();
-    record.destination.identity = Some(pod.identity.id().clone());
+    let mut record = Record::new(&pod.recorder, Direction::Inbound, tunnel.peer);
+    let facts = record.facts();
+    facts.dst = Some(tunnel.local);
+    facts.hbone_dst = Some(authority);
+    facts.source = source(&pod.mesh(), &pod.shared.config, tunnel, headers);
+    facts.source.identity = Some(tunnel.identity.clone());
+    facts.destination = pod.party.clone();
+    facts.destination.identity = Some(pod.identity.id().clone());
     record
 }
 

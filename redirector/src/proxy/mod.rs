@@ -13,7 +13,7 @@
 //! - `peers`: what one peer may have of a pod's proxy
 //! - `plaintext`: what must not be in plain, and what is
 //! - `baggage`, `proxy_protocol`: what is told of callers to other proxies, and to applications
-//! - `record`: counters and the access log
+//! - `record`: counters and the access log; `flows`: what is open and what has ended; `failure`: why
 
 use std::{net::IpAddr, os::fd::AsFd, sync::Arc, time::Duration};
 
@@ -30,10 +30,11 @@ use self::{
     baggage::OwnBaggage,
     connections::Connections,
     dial::DialPorts,
+    flows::Flows,
     hbone::{pool::Pool, window::WindowBudget},
     peers::Peers,
     plaintext::Plaintext,
-    record::Party,
+    record::{Party, Recorder},
     same_node::Residence,
 };
 use crate::{
@@ -57,6 +58,8 @@ mod connections;
 mod copy;
 mod dial;
 mod draw;
+mod failure;
+pub mod flows;
 mod hbone;
 mod inbound;
 mod names;
@@ -156,6 +159,8 @@ pub struct Shared {
     pub config: Config,
     /// Counters.
     pub metrics: Arc<Metrics>,
+    /// Connections that are open, and that have ended.
+    pub flows: Arc<Flows>,
     /// The pods that are served.
     pub residents: Residents,
     /// Where the mesh is not fetched as a whole: by whom it is asked for what is not here.
@@ -206,6 +211,7 @@ struct Pod {
     info: PodInfo,
     /// Who it is, in records.
     party: Party,
+    recorder: Arc<Recorder>,
     identity: Held,
     netns: Arc<Netns>,
     /// For the windows of the tunnels that come in.
@@ -347,6 +353,7 @@ impl Pod {
             peers: Peers::new(shared.config.peers),
             plaintext: Arc::new(Plaintext::new(shared.metrics.clone(), &info, strict)),
             party: (&info).into(),
+            recorder: Recorder::new(shared.metrics.clone(), shared.flows.clone(), &info),
             info,
             identity,
             netns,

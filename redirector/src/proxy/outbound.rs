@@ -27,6 +27,7 @@ use super::{
     copy::Leg,
     dial,
     draw::Draw,
+    failure::{Failure, Flag},
     hbone::{
         client::{self, Dialled, Stream},
         nested::{self, StreamIo},
@@ -87,6 +88,17 @@ pub(super) enum Error {
     Abandoned,
 }
 
+impl Failure for Error {
+    fn flag(&self) -> Flag {
+        match self {
+            Self::Inner { source, .. } => source.flag(),
+            Self::Tunnel(error) => error.flag(),
+            Self::Plaintext(refused) => refused.flag(),
+            _ => Flag::Connect,
+        }
+    }
+}
+
 /// What the application is connected to.
 enum Way {
     /// Somebody over TCP; and whether that is over a wire.
@@ -102,7 +114,7 @@ enum Way {
 /// Serves one accepted connection to its end. Whatever goes wrong, the application's leg is reset when it is dropped.
 pub(super) async fn connection(pod: Arc<Pod>, application: TcpStream, peer: SocketAddr) {
     let application = Leg::new(application);
-    let mut record = Record::new(pod.shared.metrics.clone(), Direction::Outbound, peer);
+    let mut record = Record::new(&pod.recorder, Direction::Outbound, peer);
     // Boxed, since it takes many times what lives as long as the connection.
     let opened = Box::pin(async {
         tokio::select! {
@@ -139,8 +151,9 @@ async fn open(pod: &Pod, application: &Leg, peer: SocketAddr, record: &mut Recor
     }
     let destination = pod.shared.redirector.original_dst(application.as_fd());
     let destination = destination.map_err(Error::OriginalDst)?;
-    record.dst = Some(destination);
-    record.source = pod.party.clone();
+    let facts = record.facts();
+    facts.dst = Some(destination);
+    facts.source = pod.party.clone();
     let mut draw = Draw::default();
     let route = loop {
         match decided(pod, peer, destination, &mut draw).await {
@@ -180,9 +193,10 @@ async fn decided(
 
 async fn plain(pod: &Pod, route: PlainRoute, record: &mut Record) -> Result<Way, Error> {
     let target = route.target;
-    record.dst = Some(target);
-    record.service = route.service;
-    record.destination = route.workload.as_deref().map(Into::into).unwrap_or_default();
+    let facts = record.facts();
+    facts.dst = Some(target);
+    facts.service = route.service;
+    facts.destination = route.workload.as_deref().map(Into::into).unwrap_or_default();
     // It would reach this very listener, and so on until the files run out. Ports first: they are cheaper to compare.
     let is_here = |ip: IpAddr| ip.is_loopback() || ip.is_unspecified() || pod.has_address(ip);
     if PROXY_PORTS.contains(&target.port()) && is_here(target.ip()) {
@@ -202,11 +216,13 @@ async fn plain(pod: &Pod, route: PlainRoute, record: &mut Record) -> Result<Way,
 }
 
 async fn hbone(pod: &Pod, peer: SocketAddr, route: HboneRoute, record: &mut Record) -> Result<Way, Error> {
-    record.dst = Some(route.tunnel);
-    record.hbone_dst = Some(route.authority.to_string());
-    record.source.identity = Some(pod.identity.id().clone());
-    record.destination = route.workload.as_ref().into();
-    record.service = route.service.clone();
+    let facts = record.facts();
+    facts.dst = Some(route.tunnel);
+    facts.hbone_dst = Some(route.authority.to_string());
+    facts.source.identity = Some(pod.identity.id().clone());
+    facts.destination = route.workload.as_ref().into();
+    facts.service = route.service.clone();
+    facts.nested = route.inner.is_some();
     if pod.shared.config.same_node_direct {
         match same_node::find(pod, peer, &route) {
             Ok(neighbour) => return Ok(Way::Neighbour(neighbour)),
@@ -227,17 +243,20 @@ async fn hbone(pod: &Pod, peer: SocketAddr, route: HboneRoute, record: &mut Reco
     // Not to be held as long as the connection; here they tell nothing that is not known.
     stream.headers = HeaderMap::new();
     let Some(expected) = &route.inner else {
-        record.destination.identity = stream.peer().cloned();
+        record.reached(Party {
+            identity: stream.peer().cloned(),
+            ..record.known().destination.clone()
+        });
         return Ok(Way::Tunnel(stream));
     };
     let (mut stream, driver) = Box::pin(within(pod, stream, request, &route, expected)).await?;
     // Nobody here knows more of the far end than it says itself.
     let told = Told::by(&std::mem::take(&mut stream.headers));
-    record.destination = Party {
+    record.reached(Party {
         workload: told.workload.map(Into::into),
         namespace: told.namespace.map(Into::into),
         identity: stream.peer().cloned(),
-    };
+    });
     Ok(Way::Nested(stream, driver))
 }
 

@@ -9,11 +9,13 @@ use super::{
     Pod,
     connections::{Admitted, Denied, Flow},
     copy::Leg,
-    dial, plaintext,
+    dial,
+    failure::{Failure, Flag},
+    plaintext,
     record::{Direction, Reason, Record, Security},
     relay,
 };
-use crate::mesh::{index::Mesh, route, wanted::ResourceName};
+use crate::mesh::{index::Mesh, policy::PolicyName, route, wanted::ResourceName};
 
 /// Why a connection is refused.
 #[derive(Debug, thiserror::Error)]
@@ -30,6 +32,23 @@ enum Refused {
     Dial(#[from] dial::Error),
 }
 
+impl Failure for Refused {
+    fn flag(&self) -> Flag {
+        match self {
+            Self::Plaintext(refused) => refused.flag(),
+            Self::Denied(denied) => denied.flag(),
+            Self::OriginalDst(_) | Self::NotInPlain(_) | Self::Dial(_) => Flag::Connect,
+        }
+    }
+
+    fn policy(&self) -> Option<&PolicyName> {
+        match self {
+            Self::Denied(denied) => denied.policy(),
+            _ => None,
+        }
+    }
+}
+
 /// Serves one accepted connection to its end.
 pub(super) async fn connection(pod: Arc<Pod>, client: TcpStream, peer: SocketAddr) {
     let left = pod.peers.at(peer.ip());
@@ -40,7 +59,7 @@ pub(super) async fn connection(pod: Arc<Pod>, client: TcpStream, peer: SocketAdd
             .refuse(&pod.info.uid, metrics, Reason::plain_connections, &client, peer);
     };
     let client = Leg::new(client);
-    let mut record = Record::new(pod.shared.metrics.clone(), Direction::Inbound, peer);
+    let mut record = Record::new(&pod.recorder, Direction::Inbound, peer);
     let on_wire = !pod.is_self(peer.ip());
     // Boxed, since it takes many times what lives as long as the connection. Dropped, the client's leg is reset: refused, as
     // without a proxy.
@@ -63,16 +82,17 @@ async fn open(
 ) -> Result<(Leg, Admitted), Refused> {
     let destination = pod.shared.redirector.original_dst(client.as_fd());
     let destination = destination.map_err(Refused::OriginalDst)?;
-    record.dst = Some(destination);
+    record.facts().dst = Some(destination);
     if !route::passthrough_allowed(&pod.mesh(), pod.local(), destination) {
         return Err(Refused::NotInPlain(destination));
     }
-    record.source = pod
+    let facts = record.facts();
+    facts.source = pod
         .mesh()
         .workload_at(&pod.shared.config.home.network, peer.ip())
         .map(|workload| workload.as_ref().into())
         .unwrap_or_default();
-    record.destination = pod.party.clone();
+    facts.destination = pod.party.clone();
     if on_wire && pod.plaintext.is_refused() {
         return Err(plaintext::Refused.into());
     }
@@ -102,6 +122,6 @@ async fn open(
         denied = admitted.revoked() => return Err(denied.into()),
         dialled = dial::application(pod, peer, destination) => dialled?,
     };
-    record.admitted = Some(admitted.entry());
+    record.admitted(&admitted);
     Ok((Leg::new(dialled), admitted))
 }

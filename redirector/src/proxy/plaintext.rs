@@ -15,7 +15,10 @@ use prometheus_client::{
 };
 use tokio::sync::watch;
 
-use super::record::{Direction, Metrics};
+use super::{
+    failure::{Failure, Flag},
+    record::{Direction, Metrics},
+};
 use crate::mesh::pod::PodInfo;
 
 /// Why a connection is refused that would be in plain.
@@ -25,6 +28,12 @@ use crate::mesh::pod::PodInfo;
      alone by the rules"
 )]
 pub(super) struct Refused;
+
+impl Failure for Refused {
+    fn flag(&self) -> Flag {
+        Flag::Deny
+    }
+}
 
 /// The bytes of all pods' connections in plain.
 #[derive(Debug, Default)]

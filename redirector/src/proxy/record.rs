@@ -17,15 +17,16 @@ use prometheus_client::{
     metrics::{counter::Counter, family::Family},
     registry::Registry,
 };
-use tokio::time::Instant;
 use tracing::field;
 
 use super::{
-    connections::Entry,
+    connections::{Admitted, Entry},
     copy::{Cut, Meter},
+    failure::{Failure, Flag},
+    flows::{Facts, Flow, Flows, Open},
     plaintext::{self, Plaintext},
 };
-use crate::mesh::{pod::PodInfo, service::Service, spiffe::SpiffeId, workload::Workload};
+use crate::mesh::{pod::PodInfo, policy::PolicyName, spiffe::SpiffeId, workload::Workload};
 
 /// Which end of a connection the local pod is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -58,6 +59,19 @@ pub(crate) enum Security {
 struct Labels {
     reporter: Reporter,
     connection_security_policy: Security,
+}
+
+impl Labels {
+    fn of(direction: Direction, security: Security) -> Self {
+        let reporter = match direction {
+            Direction::Outbound => Reporter::source,
+            Direction::Inbound => Reporter::destination,
+        };
+        Self {
+            reporter,
+            connection_security_policy: security,
+        }
+    }
 }
 
 /// Counters of all pods' connections.
@@ -159,6 +173,13 @@ pub(crate) struct Count {
     plain: Option<Counter>,
 }
 
+impl Count {
+    /// How many it has counted.
+    pub(super) fn bytes(&self) -> u64 {
+        self.bytes.load(Ordering::Relaxed)
+    }
+}
+
 impl Meter for Count {
     fn add(&self, bytes: u64) {
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
@@ -169,26 +190,33 @@ impl Meter for Count {
     }
 }
 
+/// Where the connections of one pod are recorded.
+#[derive(Debug)]
+pub(crate) struct Recorder {
+    metrics: Arc<Metrics>,
+    flows: Arc<Flows>,
+    pod: Arc<PodInfo>,
+}
+
+impl Recorder {
+    /// Of `pod`, into what all pods share.
+    pub(crate) fn new(metrics: Arc<Metrics>, flows: Arc<Flows>, pod: &PodInfo) -> Arc<Self> {
+        Arc::new(Self {
+            metrics,
+            flows,
+            pod: Arc::new(pod.clone()),
+        })
+    }
+}
+
 /// A connection's record.
 pub(crate) struct Record {
-    metrics: Arc<Metrics>,
-    started: Instant,
-    direction: Direction,
-    src: SocketAddr,
-    /// Of the TCP connection between the pods; for HBONE the tunnel's.
-    pub(crate) dst: Option<SocketAddr>,
-    /// What was asked of the tunnel's far end.
-    pub(crate) hbone_dst: Option<String>,
-    pub(crate) source: Party,
-    pub(crate) destination: Party,
-    pub(crate) service: Option<Arc<Service>>,
+    recorder: Arc<Recorder>,
+    flow: Arc<Flow>,
     /// Under the pod's policies, which may cut it off.
     pub(super) admitted: Option<Arc<Entry>>,
     /// Where the pod's bytes in plain are counted; `None` of what is not in plain over the wire.
     pub(crate) plain: Option<Arc<Plaintext>>,
-    /// Joined with that of another pod of this node, without a tunnel.
-    pub(super) same_node: bool,
-    open: Option<Open>,
     end: End,
 }
 
@@ -221,79 +249,93 @@ impl From<&Workload> for Party {
     }
 }
 
-struct Open {
-    labels: Labels,
-    sent: Count,
-    received: Count,
-}
-
 enum End {
     /// Dropped in this state, it was cut off: by a change of the policies, by the pod's end, or by a panic.
     Open,
     Closed,
-    Failed(String),
+    Failed(Flag, String),
     Tunnel,
 }
 
 impl Record {
     /// A connection that has come in. Boxed: it is handed on and on, and each future on the way would have room for it.
-    pub(crate) fn new(metrics: Arc<Metrics>, direction: Direction, src: SocketAddr) -> Box<Self> {
+    pub(crate) fn new(recorder: &Arc<Recorder>, direction: Direction, src: SocketAddr) -> Box<Self> {
         Box::new(Self {
-            metrics,
-            started: Instant::now(),
-            direction,
-            src,
-            dst: None,
-            hbone_dst: None,
-            source: Party::default(),
-            destination: Party::default(),
-            service: None,
+            recorder: recorder.clone(),
+            flow: recorder.flows.begin(recorder.pod.clone(), direction, src),
             admitted: None,
             plain: None,
-            same_node: false,
-            open: None,
             end: End::Open,
         })
     }
 
+    /// What is to be known of the connection before it is [open](Self::open).
+    pub(crate) fn facts(&mut self) -> &mut Facts {
+        let flow = Arc::get_mut(&mut self.flow);
+        &mut flow
+            .expect("a connection is not shared before it is opened")
+            .facts
+    }
+
+    /// What was known of it then.
+    pub(crate) fn known(&self) -> &Facts {
+        &self.flow.facts
+    }
+
+    /// Who is at its far end, told by the tunnel.
+    pub(crate) fn reached(&self, far_end: Party) {
+        // Told once.
+        let _ = self.flow.reached.set(far_end);
+    }
+
+    /// It is in the pod, under its policies.
+    pub(super) fn admitted(&mut self, admitted: &Admitted) {
+        self.admitted = Some(admitted.entry());
+        self.decided_by(admitted.policy());
+    }
+
+    /// By a policy, if there was one to ask.
+    pub(super) fn decided_by(&self, policy: Option<&PolicyName>) {
+        if let Some(policy) = policy {
+            // The first is the one that let it in, and whoever ends it says so in the error.
+            let _ = self.flow.policy.set(policy.clone());
+        }
+    }
+
     /// It is known where the connection goes. Before that it is not counted, as by Istio.
     pub(crate) fn open(&mut self, security: Security) {
-        let reporter = match self.direction {
-            Direction::Outbound => Reporter::source,
-            Direction::Inbound => Reporter::destination,
-        };
-        let labels = Labels {
-            reporter,
-            connection_security_policy: security,
-        };
+        let direction = self.flow.direction;
+        let metrics = &self.recorder.metrics;
+        let labels = Labels::of(direction, security);
         let total = |family: &Family<Labels, Counter>| family.get_or_create(&labels).clone();
-        total(&self.metrics.opened).inc();
-        let (requests, responses) = (total(&self.metrics.received), total(&self.metrics.sent));
-        let (sent, received) = match self.direction {
+        total(&metrics.opened).inc();
+        let (requests, responses) = (total(&metrics.received), total(&metrics.sent));
+        let (sent, received) = match direction {
             Direction::Outbound => (requests, responses),
             Direction::Inbound => (responses, requests),
         };
         let count = |total| Count {
             bytes: AtomicU64::new(0),
             total,
-            plain: self
-                .plain
-                .as_ref()
-                .map(|plain| plain.counter(self.direction).clone()),
+            plain: self.plain.as_ref().map(|plain| plain.counter(direction).clone()),
         };
-        self.open = Some(Open {
-            labels,
+        let open = Open {
+            security,
             sent: count(sent),
             received: count(received),
-        });
+        };
+        let flow = Arc::get_mut(&mut self.flow);
+        flow.expect("a connection is opened once").open = Some(open);
+        self.recorder.flows.enter(&self.flow);
+        let facts = self.known();
         tracing::event!(
             target: "access",
             tracing::Level::DEBUG,
-            src.addr = %self.src,
-            dst.addr = self.dst.map(field::display),
-            dst.hbone_addr = self.hbone_dst,
-            direction = self.direction(),
-            same_node = self.same_node.then_some(true),
+            src.addr = %self.flow.src,
+            dst.addr = facts.dst.map(field::display),
+            dst.hbone_addr = facts.hbone_dst,
+            direction = direction.as_str(),
+            same_node = facts.same_node.then_some(true),
             "connection opened"
         );
     }
@@ -301,6 +343,7 @@ impl Record {
     /// Counters of the bytes that the local pod sends and receives. The connection must be [open](Self::open).
     pub(crate) fn counts(&self) -> (&Count, &Count) {
         let open = self
+            .flow
             .open
             .as_ref()
             .expect("a connection is opened before it is copied");
@@ -313,28 +356,42 @@ impl Record {
     }
 
     /// It must not be.
-    pub(crate) fn refuse(self, reason: Reason, error: &dyn Error) {
-        self.metrics.refused(reason);
+    pub(crate) fn refuse(self, reason: Reason, error: &dyn Failure) {
+        self.recorder.metrics.refused(reason);
         self.fail(error);
     }
 
     /// It did not come about.
-    pub(crate) fn fail(mut self, error: &dyn Error) {
-        self.end = End::Failed(chain(error));
+    pub(crate) fn fail(mut self, error: &dyn Failure) {
+        self.decided_by(error.policy());
+        self.end = End::Failed(error.flag(), chain(error));
     }
 
     /// It was copied, and ended so.
     pub(crate) fn end(mut self, result: Result<(), Cut>) {
         self.end = match result.err().and_then(Cut::failure) {
             None => End::Closed,
-            Some(error) => End::Failed(chain(&error)),
+            Some(error) => End::Failed(error.flag(), chain(&error)),
         };
     }
 
-    fn direction(&self) -> &'static str {
-        match self.direction {
-            Direction::Outbound => "outbound",
-            Direction::Inbound => "inbound",
+    /// How it ended, if not as a connection should.
+    fn failure(&mut self) -> Option<(Flag, String)> {
+        match std::mem::replace(&mut self.end, End::Closed) {
+            End::Closed | End::Tunnel => None,
+            End::Failed(flag, error) => Some((flag, error)),
+            End::Open => {
+                let denied = self.admitted.as_ref().and_then(|entry| entry.denied());
+                let refused = self.plain.as_ref().is_some_and(|plain| plain.is_refused());
+                if denied.is_none() && refused {
+                    self.recorder.metrics.refused(Reason::plaintext);
+                }
+                Some(match denied {
+                    Some(denied) => (denied.flag(), chain(&denied)),
+                    None if refused => (plaintext::Refused.flag(), plaintext::Refused.to_string()),
+                    None => (Flag::Connect, "cut off by the proxy".to_owned()),
+                })
+            }
         }
     }
 }
@@ -344,60 +401,53 @@ impl Drop for Record {
         if let End::Tunnel = self.end {
             return;
         }
-        let error = match std::mem::replace(&mut self.end, End::Closed) {
-            End::Closed | End::Tunnel => None,
-            End::Failed(error) => Some(error),
-            End::Open => {
-                let denied = self.admitted.as_ref().and_then(|entry| entry.denied());
-                let refused = self.plain.as_ref().is_some_and(|plain| plain.is_refused());
-                if denied.is_none() && refused {
-                    self.metrics.refused(Reason::plaintext);
-                }
-                Some(match denied {
-                    Some(denied) => chain(&denied),
-                    None if refused => plaintext::Refused.to_string(),
-                    None => "cut off by the proxy".to_owned(),
-                })
-            }
+        let (flag, error) = match self.failure() {
+            None => (Flag::None, None),
+            Some((flag, error)) => (flag, Some(Arc::<str>::from(error))),
         };
-        let Some(open) = &self.open else {
-            self.metrics.denied.inc();
+        let (flow, metrics) = (&self.flow, &self.recorder.metrics);
+        self.recorder.flows.end(flow, flag, error.clone());
+        let (facts, error) = (&flow.facts, error.as_deref());
+        let Some(open) = &flow.open else {
+            metrics.denied.inc();
             tracing::event!(
                 target: "access",
                 tracing::Level::WARN,
-                src.addr = %self.src,
-                dst.addr = self.dst.map(field::display),
-                direction = self.direction(),
+                src.addr = %flow.src,
+                dst.addr = facts.dst.map(field::display),
+                direction = flow.direction.as_str(),
                 error,
                 "connection failed"
             );
             return;
         };
-        self.metrics.closed.get_or_create(&open.labels).inc();
+        let labels = Labels::of(flow.direction, open.security);
+        metrics.closed.get_or_create(&labels).inc();
         if error.is_some() {
-            self.metrics.failed.get_or_create(&open.labels).inc();
+            metrics.failed.get_or_create(&labels).inc();
         }
+        let destination = flow.destination();
         // The level is part of a call's static data, so the line is written out once for each.
         macro_rules! complete {
             ($level:ident) => {
                 tracing::event!(
                     target: "access",
                     tracing::Level::$level,
-                    src.addr = %self.src,
-                    src.workload = self.source.workload.as_deref(),
-                    src.namespace = self.source.namespace.as_deref(),
-                    src.identity = self.source.identity.as_ref().map(field::display),
-                    dst.addr = self.dst.map(field::display),
-                    dst.hbone_addr = self.hbone_dst,
-                    dst.service = self.service.as_ref().map(|service| field::display(&service.host.hostname)),
-                    dst.workload = self.destination.workload.as_deref(),
-                    dst.namespace = self.destination.namespace.as_deref(),
-                    dst.identity = self.destination.identity.as_ref().map(field::display),
-                    direction = self.direction(),
-                    same_node = self.same_node.then_some(true),
-                    bytes_sent = open.sent.bytes.load(Ordering::Relaxed),
-                    bytes_recv = open.received.bytes.load(Ordering::Relaxed),
-                    duration = %format_args!("{}ms", self.started.elapsed().as_millis()),
+                    src.addr = %flow.src,
+                    src.workload = facts.source.workload.as_deref(),
+                    src.namespace = facts.source.namespace.as_deref(),
+                    src.identity = facts.source.identity.as_ref().map(field::display),
+                    dst.addr = facts.dst.map(field::display),
+                    dst.hbone_addr = facts.hbone_dst,
+                    dst.service = facts.service.as_ref().map(|service| field::display(&service.host.hostname)),
+                    dst.workload = destination.workload.as_deref(),
+                    dst.namespace = destination.namespace.as_deref(),
+                    dst.identity = destination.identity.as_ref().map(field::display),
+                    direction = flow.direction.as_str(),
+                    same_node = facts.same_node.then_some(true),
+                    bytes_sent = open.sent.bytes(),
+                    bytes_recv = open.received.bytes(),
+                    duration = %format_args!("{}ms", flow.elapsed().as_millis()),
                     error,
                     "connection complete"
                 )
@@ -422,11 +472,13 @@ mod tests {
     use std::io;
 
     use super::*;
+    use crate::mesh::testing::info;
 
     fn metrics_of(act: impl FnOnce(Box<Record>)) -> String {
         let metrics = Arc::new(Metrics::default());
+        let recorder = Recorder::new(metrics.clone(), Arc::default(), &info("web"));
         act(Record::new(
-            metrics.clone(),
+            &recorder,
             Direction::Inbound,
             "10.1.2.3:4".parse().unwrap(),
         ));

@@ -284,10 +284,10 @@ async fn joined(
         local: SocketAddr::new(destination.ip(), PORT_HBONE),
     };
     let authority = destination.to_string();
-    outbound.destination.identity = Some(server.identity.id().clone());
+    outbound.facts().destination.identity = Some(server.identity.id().clone());
     let mut inbound = inbound::record_of(server, &tunnel, authority.clone(), &HeaderMap::new());
     for record in [&mut outbound, &mut inbound] {
-        record.same_node = true;
+        record.facts().same_node = true;
         record.open(Security::unknown);
     }
     client.shared.metrics.same_node.inc();
@@ -314,6 +314,7 @@ async fn joined(
             return inbound.fail(&error);
         }
     };
+    inbound.decided_by(admitted.policy());
     relay(
         (caller, outbound),
         (application, inbound),

@@ -18,6 +18,7 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use super::{
     connections::{Connections, Flow},
     copy::Leg,
+    flows::Flows,
     hbone::{
         Http2Config,
         client::{Dialled, Error},
@@ -25,7 +26,7 @@ use super::{
         server,
         window::WindowBudget,
     },
-    record::{Direction, Metrics, Record, Security},
+    record::{Direction, Metrics, Record, Recorder, Security},
     relay,
 };
 use crate::{
@@ -38,6 +39,11 @@ use crate::{
         workload::WorkloadUid,
     },
 };
+
+/// Of some pod.
+fn recorder(metrics: Arc<Metrics>) -> Arc<Recorder> {
+    Recorder::new(metrics, Arc::<Flows>::default(), &info("web"))
+}
 
 const TAIL: Duration = Duration::from_secs(5);
 
@@ -119,7 +125,7 @@ impl Path {
                 let (application, peer) = entry.accept().await.unwrap();
                 let (pool, tls, metrics) = (pool.clone(), client_tls.clone(), metrics.clone());
                 tokio::spawn(kill.clone().run_until_cancelled_owned(async move {
-                    let mut record = Record::new(metrics, Direction::Outbound, peer);
+                    let mut record = Record::new(&recorder(metrics), Direction::Outbound, peer);
                     record.open(Security::mutual_tls);
                     let application = Leg::new(application);
                     let key = Key {
@@ -149,7 +155,7 @@ impl Path {
                     };
                     let mut stream = match pool.open(&key, &request, dial).await {
                         Ok(stream) => stream,
-                        Err(error) => return record.fail(&error),
+                        Err(error) => return record.fail(&*error),
                     };
                     relay::tunnelled(application, (&mut stream.source, &mut stream.sink), record, TAIL).await;
                 }));
@@ -173,7 +179,7 @@ impl Path {
                     server::serve(io, Http2Config::default(), window, TAIL, &drain, |connect| {
                         let (metrics, connections) = (metrics.clone(), connections.clone());
                         tokio::spawn(kill.clone().run_until_cancelled_owned(async move {
-                            let mut record = Record::new(metrics, Direction::Inbound, peer);
+                            let mut record = Record::new(&recorder(metrics), Direction::Inbound, peer);
                             record.open(Security::mutual_tls);
                             let application = Leg::new(TcpStream::connect(exit_addr).await.unwrap());
                             let flow = Flow {

@@ -25,7 +25,10 @@ use super::{
 use crate::{
     identity::{self, tls::Proof},
     mesh::spiffe::SpiffeId,
-    proxy::dial,
+    proxy::{
+        dial,
+        failure::{self, Failure, Flag},
+    },
 };
 
 /// Why there is no tunnelled connection.
@@ -77,6 +80,21 @@ pub(crate) enum Error {
     /// Too many others wait for a tunnel to the same peer.
     #[error("no tunnel to {tunnel} after {after:?}: others are still waiting for theirs")]
     Busy { tunnel: SocketAddr, after: Duration },
+}
+
+impl Failure for Error {
+    fn flag(&self) -> Flag {
+        match self {
+            Self::Identity { .. } => Flag::Identity,
+            Self::ConnectTimeout { .. } => Flag::NetworkPolicy,
+            Self::Tls { source, .. } => failure::of_tls(source),
+            Self::HandshakeTimeout { .. } => Flag::TlsFailure,
+            Self::Http2 { .. } => Flag::Http2Failure,
+            Self::Connect { .. } | Self::Status(_) | Self::ResponseTimeout { .. } | Self::Busy { .. } => {
+                Flag::Connect
+            }
+        }
+    }
 }
 
 impl Error {

@@ -113,6 +113,7 @@ impl World {
                 ..config
             },
             metrics: Arc::default(),
+            flows: Arc::default(),
             residents: Residents::default(),
             demand: None,
             names: crate::proxy::Names::default(),
@@ -159,7 +160,7 @@ impl World {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let caller = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
         let accepted = listener.accept().await.unwrap().0;
-        let record = Record::new(self.shared.metrics.clone(), Direction::Outbound, client());
+        let record = Record::new(&self.web.recorder, Direction::Outbound, client());
         let neighbour = self.find().ok().unwrap();
         (
             caller,
@@ -285,6 +286,7 @@ async fn nothing_is_kept_of_pods_while_it_is_off() {
         redirector: Arc::new(NoRedirect),
         config: Config::default(),
         metrics: Arc::default(),
+        flows: Arc::default(),
         residents: Residents::default(),
         demand: None,
         names: crate::proxy::Names::default(),
@@ -396,7 +398,7 @@ async fn relayed(world: &World) -> (TcpStream, TcpStream, impl Future<Output = (
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     for direction in [Direction::Outbound, Direction::Inbound] {
         let end = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
-        let mut record = Record::new(world.shared.metrics.clone(), direction, client());
+        let mut record = Record::new(&world.web.recorder, direction, client());
         record.open(Security::unknown);
         legs.push((end, (Leg::new(listener.accept().await.unwrap().0), record)));
     }

@@ -1,0 +1,102 @@
+//! Why connections fail: each error says by which of Istio's response flags it is counted, and which policy was behind it.
+//!
+//! What an operator reads is the error's own text; the flag is for metrics, which must not have a value for each text.
+
+use std::{error::Error, io};
+
+use rustls::{AlertDescription, CertificateError};
+
+use crate::mesh::policy::PolicyName;
+
+/// How a connection ended: the values of the label `response_flags` of Istio's metrics.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Flag {
+    /// In order.
+    None,
+    /// Refused or cut off by a policy, or because it would be in plain.
+    Deny,
+    /// Could not be made, or broke: whatever has no flag of its own.
+    Connect,
+    /// TLS.
+    TlsFailure,
+    /// HTTP/2, once TLS stood.
+    Http2Failure,
+    /// No answer on the HBONE port, as when a NetworkPolicy drops it.
+    NetworkPolicy,
+    /// No certificate to show, or none with an identity in it.
+    Identity,
+    /// A certificate that is on a revocation list.
+    Revoked,
+}
+
+impl Flag {
+    /// The label's value.
+    pub(crate) fn as_str(self) -> &'static str {
+        match self {
+            Self::None => "-",
+            Self::Deny => "DENY",
+            Self::Connect => "CONNECT",
+            Self::TlsFailure => "TLS_FAILURE",
+            Self::Http2Failure => "H2_HANDSHAKE_FAILURE",
+            Self::NetworkPolicy => "NETWORK_POLICY",
+            Self::Identity => "IDENTITY_ERROR",
+            Self::Revoked => "CERT_REVOKED",
+        }
+    }
+}
+
+/// An error that ends a connection.
+pub(crate) trait Failure: Error {
+    /// What it counts as.
+    fn flag(&self) -> Flag {
+        Flag::Connect
+    }
+
+    /// The policy that decided so, where it was one.
+    fn policy(&self) -> Option<&PolicyName> {
+        None
+    }
+}
+
+impl Failure for io::Error {}
+
+/// What an error of a TLS handshake counts as.
+pub(crate) fn of_tls(error: &io::Error) -> Flag {
+    let cause = error
+        .get_ref()
+        .and_then(|inner| inner.downcast_ref::<rustls::Error>());
+    match cause {
+        // By us, and by the peer.
+        Some(
+            rustls::Error::InvalidCertificate(CertificateError::Revoked)
+            | rustls::Error::AlertReceived(AlertDescription::CertificateRevoked),
+        ) => Flag::Revoked,
+        _ => Flag::TlsFailure,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_revoked_certificate_is_told_from_other_failures_of_tls() {
+        for (error, flag) in [
+            (
+                io::Error::other(rustls::Error::InvalidCertificate(CertificateError::Revoked)),
+                Flag::Revoked,
+            ),
+            (
+                io::Error::other(rustls::Error::AlertReceived(AlertDescription::CertificateRevoked)),
+                Flag::Revoked,
+            ),
+            (
+                io::Error::other(rustls::Error::InvalidCertificate(CertificateError::Expired)),
+                Flag::TlsFailure,
+            ),
+            (io::ErrorKind::UnexpectedEof.into(), Flag::TlsFailure),
+        ] {
+            assert_eq!(of_tls(&error), flag, "{error}");
+        }
+    }
+}

@@ -1,0 +1,216 @@
+//! The connections of all pods: those that are open, and the last that have ended.
+//!
+//! `record` enters and ends them, `admin` tells of them. Entering takes one lock for a moment, and so does ending; nothing is put into
+//! words before somebody asks.
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    net::SocketAddr,
+    sync::{
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{Duration, SystemTime},
+};
+
+use tokio::{sync::Notify, time::Instant};
+
+use super::{
+    failure::Flag,
+    record::{Count, Direction, Party, Security},
+};
+use crate::mesh::{pod::PodInfo, policy::PolicyName, service::Service};
+
+mod view;
+
+pub use self::view::{ConnectionsView, FlowsView};
+
+/// Ended connections that are kept: some seconds of a busy node, at some 500 bytes each, with what they hold of the mesh.
+const KEPT: usize = 4_096;
+
+/// A connection of a pod of this node. Its facts are settled before it is opened, and from then on it is shared.
+#[derive(Debug)]
+pub(crate) struct Flow {
+    id: u64,
+    pub(super) pod: Arc<PodInfo>,
+    pub(super) direction: Direction,
+    started: SystemTime,
+    began: Instant,
+    pub(super) src: SocketAddr,
+    pub(super) facts: Facts,
+    /// Once it is known where it goes.
+    pub(super) open: Option<Open>,
+    /// Who is at the far end, where only a tunnel tells.
+    pub(super) reached: OnceLock<Party>,
+    /// The policy that let it in, or did not.
+    pub(super) policy: OnceLock<PolicyName>,
+}
+
+/// What is known of a connection when it is opened.
+#[derive(Debug, Default)]
+pub(crate) struct Facts {
+    /// Of the TCP connection between the pods; for HBONE the tunnel's.
+    pub(crate) dst: Option<SocketAddr>,
+    /// What was asked of the tunnel's far end.
+    pub(crate) hbone_dst: Option<String>,
+    pub(crate) source: Party,
+    pub(crate) destination: Party,
+    pub(crate) service: Option<Arc<Service>>,
+    /// Joined with that of another pod of this node, without a tunnel.
+    pub(crate) same_node: bool,
+    /// By a tunnel within another.
+    pub(crate) nested: bool,
+}
+
+/// What there is of a connection that is open.
+#[derive(Debug)]
+pub(super) struct Open {
+    pub(super) security: Security,
+    pub(super) sent: Count,
+    pub(super) received: Count,
+}
+
+impl Flow {
+    /// Who is at the server's end.
+    pub(super) fn destination(&self) -> &Party {
+        self.reached.get().unwrap_or(&self.facts.destination)
+    }
+
+    pub(super) fn elapsed(&self) -> Duration {
+        self.began.elapsed()
+    }
+}
+
+/// A connection that has ended.
+#[derive(Debug, Clone)]
+struct Ended {
+    flow: Arc<Flow>,
+    duration: Duration,
+    flag: Flag,
+    error: Option<Arc<str>>,
+}
+
+/// The table of all connections.
+#[derive(Debug, Default)]
+pub struct Flows {
+    ids: AtomicU64,
+    table: Mutex<Table>,
+    /// Another one has ended.
+    more: Notify,
+}
+
+#[derive(Debug, Default)]
+struct Table {
+    live: BTreeMap<u64, Arc<Flow>>,
+    ended: VecDeque<Ended>,
+    /// How many have ended: the number of the next that does.
+    next: u64,
+}
+
+impl Table {
+    /// The number of the oldest that is kept.
+    fn first(&self) -> u64 {
+        self.next - self.ended.len() as u64
+    }
+}
+
+impl Flows {
+    /// A connection that has come in, not in the table yet.
+    pub(super) fn begin(&self, pod: Arc<PodInfo>, direction: Direction, src: SocketAddr) -> Arc<Flow> {
+        Arc::new(Flow {
+            id: self.ids.fetch_add(1, Ordering::Relaxed),
+            pod,
+            direction,
+            started: SystemTime::now(),
+            began: Instant::now(),
+            src,
+            facts: Facts::default(),
+            open: None,
+            reached: OnceLock::new(),
+            policy: OnceLock::new(),
+        })
+    }
+
+    /// It is open from now on.
+    pub(super) fn enter(&self, flow: &Arc<Flow>) {
+        self.lock().live.insert(flow.id, flow.clone());
+    }
+
+    /// It has ended, open or not.
+    pub(super) fn end(&self, flow: &Arc<Flow>, flag: Flag, error: Option<Arc<str>>) {
+        let ended = Ended {
+            flow: flow.clone(),
+            duration: flow.elapsed(),
+            flag,
+            error,
+        };
+        let forgotten = {
+            let mut table = self.lock();
+            table.live.remove(&flow.id);
+            let forgotten = (table.ended.len() == KEPT).then(|| table.ended.pop_front());
+            table.ended.push_back(ended);
+            table.next += 1;
+            forgotten
+        };
+        // What it held is given back without the lock.
+        drop(forgotten);
+        self.more.notify_waiters();
+    }
+
+    /// Those that are open, of `pod` (`namespace/name`) alone if one is named: the oldest, up to `limit`.
+    pub fn connections(&self, pod: Option<&str>, limit: usize) -> ConnectionsView {
+        let wanted = |flow: &&Arc<Flow>| pod.is_none_or(|pod| is_named(&flow.pod, pod));
+        let (flows, total) = {
+            let table = self.lock();
+            let of_pod = table.live.values().filter(wanted);
+            let flows: Vec<_> = of_pod.clone().take(limit).cloned().collect();
+            (flows, of_pod.count())
+        };
+        ConnectionsView::of(&flows, total)
+    }
+
+    /// Those that have ended since `after`, the oldest first, up to `limit`; without it the last.
+    pub fn ended(&self, after: Option<u64>, limit: usize) -> FlowsView {
+        let (ended, next, lost) = {
+            let table = self.lock();
+            let (first, next) = (table.first(), table.next);
+            let from = match after {
+                // A number that is not given out yet is of an agent before this one.
+                Some(after) if after <= next => after.max(first),
+                Some(_) => first,
+                None => first.max(next.saturating_sub(limit as u64)),
+            };
+            let lost = after.map_or(0, |after| first.saturating_sub(after));
+            // No more than are kept.
+            let skipped = usize::try_from(from - first).unwrap_or(usize::MAX);
+            let ended: Vec<_> = table.ended.iter().skip(skipped).take(limit).cloned().collect();
+            let next = from + ended.len() as u64;
+            (ended, next, lost)
+        };
+        FlowsView::of(&ended, next, lost)
+    }
+
+    /// Waits until one has ended since `after`. Cancel-safe.
+    pub async fn ended_since(&self, after: u64) {
+        loop {
+            // Before the look, so that none is missed between the two.
+            let more = self.more.notified();
+            if self.lock().next != after {
+                return;
+            }
+            more.await;
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Table> {
+        // Each critical section leaves the table whole.
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn is_named(pod: &PodInfo, name: &str) -> bool {
+    name.split_once('/') == Some((&pod.namespace, &pod.name))
+}
+
+#[cfg(test)]
+mod tests;

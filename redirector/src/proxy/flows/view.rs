@@ -1,0 +1,190 @@
+//! Connections as the admin endpoint tells of them.
+
+use std::{net::SocketAddr, sync::Arc, time::SystemTime};
+
+use serde::Serialize;
+
+use super::{
+    super::record::{Direction, Party, Security},
+    Ended, Flag, Flow,
+};
+use crate::telemetry::logs;
+
+/// The answer to `GET /connections`.
+#[derive(Debug, Serialize)]
+pub struct ConnectionsView {
+    connections: Vec<FlowView>,
+    /// How many there are, shown or not.
+    total: usize,
+}
+
+/// The answer to `GET /flows`.
+#[derive(Debug, Serialize)]
+pub struct FlowsView {
+    /// What to ask for next.
+    next: u64,
+    /// How many were forgotten before they were asked for.
+    lost: u64,
+    flows: Vec<FlowView>,
+}
+
+impl ConnectionsView {
+    pub(super) fn of(flows: &[Arc<Flow>], total: usize) -> Self {
+        Self {
+            connections: flows.iter().map(|flow| FlowView::open(flow)).collect(),
+            total,
+        }
+    }
+}
+
+impl FlowsView {
+    pub(super) fn of(ended: &[Ended], next: u64, lost: u64) -> Self {
+        Self {
+            next,
+            lost,
+            flows: ended.iter().map(FlowView::ended).collect(),
+        }
+    }
+}
+
+/// A connection.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct FlowView {
+    id: u64,
+    direction: &'static str,
+    started: String,
+    duration_ms: u64,
+    state: &'static str,
+    /// Unknown of what failed before it was known where it goes.
+    security: Option<&'static str>,
+    src: Source,
+    dst: Destination,
+    pod: Pod,
+    bytes_sent: u64,
+    bytes_received: u64,
+    protocol: &'static str,
+    policy: Option<String>,
+    response_flags: &'static str,
+    error: Option<String>,
+}
+
+#[derive(Debug, Serialize)]
+struct Source {
+    addr: SocketAddr,
+    #[serde(flatten)]
+    party: PartyView,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Destination {
+    addr: Option<SocketAddr>,
+    hbone_addr: Option<String>,
+    service: Option<String>,
+    #[serde(flatten)]
+    party: PartyView,
+}
+
+#[derive(Debug, Serialize)]
+struct PartyView {
+    workload: Option<String>,
+    namespace: Option<String>,
+    identity: Option<String>,
+}
+
+#[derive(Debug, Serialize)]
+struct Pod {
+    uid: String,
+    namespace: String,
+    name: String,
+}
+
+impl FlowView {
+    fn open(flow: &Flow) -> Self {
+        Self::of(flow, "open", flow.elapsed().as_millis(), Flag::None, None)
+    }
+
+    fn ended(ended: &Ended) -> Self {
+        let state = match ended.error {
+            None => "complete",
+            Some(_) => "failed",
+        };
+        let duration = ended.duration.as_millis();
+        Self::of(&ended.flow, state, duration, ended.flag, ended.error.as_deref())
+    }
+
+    fn of(flow: &Flow, state: &'static str, millis: u128, flag: Flag, error: Option<&str>) -> Self {
+        let facts = &flow.facts;
+        let open = flow.open.as_ref();
+        let is_secure = open.is_some_and(|open| open.security == Security::mutual_tls);
+        Self {
+            id: flow.id,
+            direction: flow.direction.as_str(),
+            started: milliseconds(flow.started),
+            duration_ms: u64::try_from(millis).unwrap_or(u64::MAX),
+            state,
+            security: open.map(|_| match is_secure {
+                true => "mutual_tls",
+                false if facts.same_node => "same_node",
+                false => "plaintext",
+            }),
+            src: Source {
+                addr: flow.src,
+                party: (&facts.source).into(),
+            },
+            dst: Destination {
+                addr: facts.dst,
+                hbone_addr: facts.hbone_dst.clone(),
+                service: facts
+                    .service
+                    .as_ref()
+                    .map(|service| service.host.hostname.to_string()),
+                party: flow.destination().into(),
+            },
+            pod: Pod {
+                uid: flow.pod.uid.to_string(),
+                namespace: flow.pod.namespace.clone(),
+                name: flow.pod.name.clone(),
+            },
+            bytes_sent: open.map_or(0, |open| open.sent.bytes()),
+            bytes_received: open.map_or(0, |open| open.received.bytes()),
+            protocol: match (is_secure, facts.nested) {
+                (true, true) => "DOUBLEHBONE",
+                (true, false) => "HBONE",
+                (false, _) => "TCP",
+            },
+            policy: flow.policy.get().map(ToString::to_string),
+            response_flags: flag.as_str(),
+            error: error.map(str::to_owned),
+        }
+    }
+}
+
+impl From<&Party> for PartyView {
+    fn from(party: &Party) -> Self {
+        Self {
+            workload: party.workload.as_deref().map(str::to_owned),
+            namespace: party.namespace.as_deref().map(str::to_owned),
+            identity: party.identity.as_ref().map(ToString::to_string),
+        }
+    }
+}
+
+impl Direction {
+    pub(in super::super) fn as_str(self) -> &'static str {
+        match self {
+            Self::Outbound => "outbound",
+            Self::Inbound => "inbound",
+        }
+    }
+}
+
+/// RFC 3339, UTC, milliseconds.
+fn milliseconds(time: SystemTime) -> String {
+    let mut text = logs::timestamp(time);
+    // `…56.345678Z`: three digits less.
+    text.truncate(text.len() - "678Z".len());
+    text.push('Z');
+    text
+}
