@@ -16,7 +16,7 @@ use tokio::{
     time::sleep,
 };
 
-use super::Pod;
+use super::{Pod, record::Direction};
 use crate::sys::socket;
 
 /// First pause after an accept that failed for want of files or memory; doubled up to [`BACK_OFF_MOST`].
@@ -38,13 +38,14 @@ impl Listener {
     pub(super) fn start<F>(
         pod: &Arc<Pod>,
         listener: TcpListener,
+        direction: Direction,
         connection: impl Fn(Arc<Pod>, TcpStream, SocketAddr) -> F + Send + 'static,
     ) -> Self
     where
         F: Future<Output = ()> + Send + 'static,
     {
         let listener = Arc::new(listener);
-        let task = accept(pod.clone(), listener.clone(), connection);
+        let task = accept(pod.clone(), listener.clone(), direction, connection);
         let drain = pod.drain.clone();
         pod.tasks
             .spawn(async move { drain.run_until_cancelled_owned(task).await });
@@ -55,6 +56,7 @@ impl Listener {
 async fn accept<F>(
     pod: Arc<Pod>,
     listener: Arc<TcpListener>,
+    direction: Direction,
     connection: impl Fn(Arc<Pod>, TcpStream, SocketAddr) -> F,
 ) where
     F: Future<Output = ()> + Send + 'static,
@@ -72,7 +74,8 @@ async fn accept<F>(
                 back_off = BackOff(BACK_OFF_FIRST);
                 let task = connection(pod.clone(), stream, socket::canonical(peer));
                 // Not an async block: it would hold the task twice, as what it captured and as what it awaits.
-                pod.spawn(task.map(move |()| drop(permit)));
+                let held = (permit, pod.shared.metrics.socket(direction));
+                pod.spawn(task.map(move |()| drop(held)));
             }
             Err(error) => {
                 let pause = back_off.after(&error);

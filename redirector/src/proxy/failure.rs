@@ -30,6 +30,18 @@ pub(crate) enum Flag {
 }
 
 impl Flag {
+    /// All, in the order of their numbers.
+    pub(crate) const ALL: [Self; 8] = [
+        Self::None,
+        Self::Deny,
+        Self::Connect,
+        Self::TlsFailure,
+        Self::Http2Failure,
+        Self::NetworkPolicy,
+        Self::Identity,
+        Self::Revoked,
+    ];
+
     /// The label's value.
     pub(crate) fn as_str(self) -> &'static str {
         match self {
@@ -75,9 +87,47 @@ pub(crate) fn of_tls(error: &io::Error) -> Flag {
     }
 }
 
+/// Why a TLS handshake failed, in one of few words.
+pub(crate) fn handshake_reason(error: &io::Error) -> &'static str {
+    use rustls::Error as Tls;
+    let cause = error.get_ref().and_then(|inner| inner.downcast_ref::<Tls>());
+    match cause {
+        None if error.kind() == io::ErrorKind::UnexpectedEof => "closed",
+        None if error.kind() == io::ErrorKind::ConnectionReset => "reset",
+        None => "io",
+        Some(Tls::InvalidCertificate(certificate)) => match certificate {
+            CertificateError::Revoked => "peer_revoked",
+            CertificateError::Expired | CertificateError::ExpiredContext { .. } => "peer_expired",
+            CertificateError::NotValidYet | CertificateError::NotValidYetContext { .. } => {
+                "peer_not_valid_yet"
+            }
+            CertificateError::UnknownIssuer => "peer_unknown_issuer",
+            CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. } => {
+                "peer_other_identity"
+            }
+            _ => "peer_certificate",
+        },
+        Some(Tls::NoCertificatesPresented) => "peer_without_certificate",
+        Some(Tls::AlertReceived(alert)) => match alert {
+            AlertDescription::CertificateRevoked => "refused_as_revoked",
+            AlertDescription::CertificateExpired => "refused_as_expired",
+            AlertDescription::UnknownCA => "refused_as_of_unknown_issuer",
+            _ => "refused_by_peer",
+        },
+        Some(_) => "protocol",
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn flags_are_numbered_in_their_order() {
+        for (number, flag) in Flag::ALL.into_iter().enumerate() {
+            assert_eq!(flag as usize, number, "{flag:?}");
+        }
+    }
 
     #[test]
     fn a_revoked_certificate_is_told_from_other_failures_of_tls() {

@@ -18,6 +18,7 @@ use tokio::{sync::Notify, time::Instant};
 use super::{
     failure::Flag,
     record::{Count, Direction, Party, Security},
+    traffic::Series,
 };
 use crate::mesh::{pod::PodInfo, policy::PolicyName, service::Service};
 
@@ -68,6 +69,8 @@ pub(super) struct Open {
     pub(super) security: Security,
     pub(super) sent: Count,
     pub(super) received: Count,
+    /// Where it is counted.
+    pub(super) series: Arc<Series>,
 }
 
 impl Flow {

@@ -13,20 +13,21 @@ use http::{HeaderMap, StatusCode};
 use tokio::{
     net::TcpStream,
     sync::{Semaphore, SemaphorePermit},
-    time::timeout,
+    time::{Instant, timeout},
 };
 use tokio_rustls::{TlsAcceptor, server::TlsStream};
 
 use super::{
-    Config, FORWARDED_NETWORK, Pod,
+    Config, FORWARDED, FORWARDED_NETWORK, Pod,
     baggage::{BAGGAGE, Told},
     connections::{Admitted, Denied, Flow},
     copy::{Leg, Refused, Sink},
     dial,
     failure::{self, Failure, Flag},
     hbone::server::{self, Connect},
+    metrics::Reason,
     proxy_protocol,
-    record::{Direction, Party, Reason, Record, Security},
+    record::{Direction, Party, Record, Security},
     relay,
 };
 use crate::{
@@ -36,10 +37,13 @@ use crate::{
     },
     mesh::{
         index::Mesh,
+        pod::Local,
         policy::PolicyName,
         route::{self, Refusal, Upstream},
+        service::Service,
         spiffe::SpiffeId,
         wanted,
+        workload::NamespacedHostname,
     },
     sys::socket,
 };
@@ -170,8 +174,10 @@ async fn accept(
     // Asked for each tunnel, so that a new certificate serves from the next on.
     let config = pod.identity.server_config().await.map_err(Error::Identity)?;
     let after = pod.shared.config.handshake_deadline;
-    let io = timeout(after, TlsAcceptor::from(config).accept(stream))
-        .await
+    let began = Instant::now();
+    let shaken = timeout(after, TlsAcceptor::from(config).accept(stream)).await;
+    pod.count_handshake(Direction::Inbound, began, &shaken);
+    let io = shaken
         .map_err(|_| Error::TlsTimeout { after })?
         .map_err(Error::Tls)?;
     let chain = io.get_ref().1.peer_certificates().unwrap_or_default();
@@ -237,10 +243,11 @@ pub(super) fn record_of(pod: &Pod, tunnel: &Tunnel, authority: String, headers: 
     let mut record = Record::new(&pod.recorder, Direction::Inbound, tunnel.peer);
     let facts = record.facts();
     facts.dst = Some(tunnel.local);
+    facts.service = called(&pod.mesh(), pod.local(), &authority, headers);
     facts.hbone_dst = Some(authority);
     facts.source = source(&pod.mesh(), &pod.shared.config, tunnel, headers);
     facts.source.identity = Some(tunnel.identity.clone());
-    facts.destination = pod.party.clone();
+    facts.destination = pod.own_party();
     facts.destination.identity = Some(pod.identity.id().clone());
     record
 }
@@ -290,11 +297,31 @@ fn source(mesh: &Mesh, config: &Config, tunnel: &Tunnel, headers: &HeaderMap) ->
             workload: told.and_then(|told| told.workload).map(Into::into),
             namespace: Some(tunnel.identity.namespace().into()),
             identity: None,
+            of: None,
         };
     }
     mesh.workload_at(network, tunnel.peer.ip())
-        .map(|workload| workload.as_ref().into())
+        .map(|workload| workload.into())
         .unwrap_or_default()
+}
+
+/// The service that was called, of which the pod is an endpoint: the one that the caller names, or the first that leads to the port.
+/// For labels alone: a caller may say what it likes.
+fn called(mesh: &Mesh, local: Local<'_>, authority: &str, headers: &HeaderMap) -> Option<Arc<Service>> {
+    let services = &mesh.local(local)?.services;
+    let told = headers.get(FORWARDED).and_then(|value| value.to_str().ok());
+    let told = told.and_then(|value| value.split(';').find_map(|part| part.strip_prefix("host=")));
+    let (host, port) = authority.rsplit_once(':')?;
+    let port: u16 = port.parse().ok()?;
+    let is_named = |name: &&NamespacedHostname| Some(&*name.hostname) == told || *name.hostname == *host;
+    let named = services.iter().map(|(name, _)| name).find(is_named);
+    let leads = || {
+        services
+            .iter()
+            .find(|(_, ports)| ports.values().any(|&target| target == port))
+    };
+    let found = named.or_else(|| leads().map(|(name, _)| name))?;
+    mesh.service(found).cloned()
 }
 
 /// The connection to the application that a request for `authority` asks for, if the pod's policies permit it. Is not made when
@@ -372,7 +399,10 @@ impl Error {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mesh::testing::{id, workload};
+    use crate::mesh::{
+        pod::Home,
+        testing::{id, info, service, workload},
+    };
 
     #[test]
     fn an_address_of_another_network_names_nobody_here() {
@@ -406,6 +436,50 @@ mod tests {
                 (workload, namespace),
                 "{network:?} {used}"
             );
+        }
+    }
+
+    #[test]
+    fn the_service_that_was_called_is_the_one_named_or_one_that_leads_there() {
+        let mut web = workload("web", "10.0.0.1");
+        let services = [service("a", "10.9.0.1"), service("b", "10.9.0.2")];
+        for (service, target) in services.iter().zip([8080, 9090]) {
+            let ports = [(80, target)].into_iter().collect();
+            web.services.insert(service.host.clone(), Arc::new(ports));
+        }
+        let [a, b] = services
+            .each_ref()
+            .map(|service| service.host.hostname.to_string());
+        let mesh = Mesh::new(vec![web], services.into());
+        let (info, home) = (info("web"), Home::default());
+        let local = Local {
+            info: &info,
+            home: &home,
+        };
+        for (authority, told, expected) in [
+            ("10.0.0.1:8080", None, Some(&a)),
+            ("10.0.0.1:9090", None, Some(&b)),
+            (
+                "10.0.0.1:9090",
+                Some(format!("for=\"10.0.0.9:1\";host={a}")),
+                Some(&a),
+            ),
+            (
+                "10.0.0.1:9090",
+                Some("for=\"10.0.0.9:1\";host=elsewhere".to_owned()),
+                Some(&b),
+            ),
+            (&format!("{b}:80"), None, Some(&b)),
+            ("10.0.0.1:1", None, None),
+            ("nonsense", None, None),
+        ] {
+            let mut headers = HeaderMap::new();
+            if let Some(told) = &told {
+                headers.insert(FORWARDED, told.parse().unwrap());
+            }
+            let found = called(&mesh, local, authority, &headers);
+            let found = found.map(|service| service.host.hostname.to_string());
+            assert_eq!(found.as_ref(), expected, "{authority} {told:?}");
         }
     }
 }

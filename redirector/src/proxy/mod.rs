@@ -13,12 +13,17 @@
 //! - `peers`: what one peer may have of a pod's proxy
 //! - `plaintext`: what must not be in plain, and what is
 //! - `baggage`, `proxy_protocol`: what is told of callers to other proxies, and to applications
-//! - `record`: counters and the access log; `flows`: what is open and what has ended; `failure`: why
+//! - `record`: a connection's entry in the counters and in the access log; `metrics`, `traffic`: what is counted;
+//!   `flows`: what is open and what has ended; `failure`: why
 
-use std::{net::IpAddr, os::fd::AsFd, sync::Arc, time::Duration};
+use std::{io, net::IpAddr, os::fd::AsFd, sync::Arc, time::Duration};
 
 use redirector_common::consts::{Mark, PORT_HBONE, PORT_INBOUND, PORT_OUTBOUND};
-use tokio::{net::TcpListener, sync::watch, time::timeout};
+use tokio::{
+    net::TcpListener,
+    sync::watch,
+    time::{Instant, error::Elapsed, timeout},
+};
 use tokio_util::{
     sync::{CancellationToken, DropGuard},
     task::TaskTracker,
@@ -34,7 +39,7 @@ use self::{
     hbone::{pool::Pool, window::WindowBudget},
     peers::Peers,
     plaintext::Plaintext,
-    record::{Party, Recorder},
+    record::{Direction, Party, Recorder},
     same_node::Residence,
 };
 use crate::{
@@ -62,6 +67,7 @@ mod failure;
 pub mod flows;
 mod hbone;
 mod inbound;
+mod metrics;
 mod names;
 mod outbound;
 mod passthrough;
@@ -72,17 +78,21 @@ mod record;
 mod relay;
 mod same_node;
 mod settled;
+mod traffic;
 
 #[cfg(test)]
 mod tests;
 
 pub use self::{
     hbone::{Http2Config, pool::PoolConfig},
+    metrics::Metrics,
     names::Names,
     peers::PeerConfig,
-    record::Metrics,
     same_node::Residents,
 };
+
+/// The header that names a caller's address, and the service that it called.
+const FORWARDED: &str = "forwarded";
 
 /// The header by which a caller on another network says which that is: its address means nothing here.
 const FORWARDED_NETWORK: &str = "x-forwarded-network";
@@ -261,9 +271,9 @@ impl PodProxy {
         }
         Ok(Self {
             ended: pod.kill.clone().drop_guard(),
-            outbound: Listener::start(&pod, outbound, outbound::connection),
-            inbound: Listener::start(&pod, inbound, passthrough::connection),
-            hbone: Listener::start(&pod, hbone, inbound::connection),
+            outbound: Listener::start(&pod, outbound, Direction::Outbound, outbound::connection),
+            inbound: Listener::start(&pod, inbound, Direction::Inbound, passthrough::connection),
+            hbone: Listener::start(&pod, hbone, Direction::Inbound, inbound::connection),
             // Last: it is found by others from here on.
             residence: Residence::of(&pod),
             pod,
@@ -340,7 +350,8 @@ impl Pod {
             shared.config.pool,
             tunnels.clone(),
             kill.clone(),
-        );
+        )
+        .counted_by(shared.metrics.tunnels.clone());
         let connections = Connections::new(info.clone(), shared.config.home.clone(), shared.mesh.clone());
         let connections = Arc::new(connections.in_one_domain(identity.domains().clone()));
         tunnels.spawn(
@@ -384,6 +395,31 @@ impl Pod {
             info: &self.info,
             home: &self.shared.config.home,
         }
+    }
+
+    /// Who the pod is, and what the mesh has of it now.
+    fn own_party(&self) -> Party {
+        let mesh = self.shared.mesh.borrow();
+        Party {
+            of: mesh.local(self.local()).cloned(),
+            ..self.party.clone()
+        }
+    }
+
+    /// Counts a TLS handshake that is over, or was not in time.
+    fn count_handshake<T>(
+        &self,
+        direction: Direction,
+        began: Instant,
+        result: &Result<io::Result<T>, Elapsed>,
+    ) {
+        let failed = match result {
+            Ok(Ok(_)) => None,
+            Ok(Err(error)) => Some(failure::handshake_reason(error)),
+            Err(_) => Some("timeout"),
+        };
+        let handshakes = &self.shared.metrics.handshakes;
+        handshakes.over(direction, began.elapsed(), failed);
     }
 
     fn mesh(&self) -> Arc<Mesh> {

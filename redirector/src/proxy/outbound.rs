@@ -17,12 +17,12 @@ use rustls_pki_types::ServerName;
 use tokio::{
     io::{AsyncRead, AsyncWrite},
     net::TcpStream,
-    time::timeout,
+    time::{Instant, timeout},
 };
 use tokio_rustls::{TlsConnector, client::TlsStream};
 
 use super::{
-    FORWARDED_NETWORK, Pod,
+    FORWARDED, FORWARDED_NETWORK, Pod,
     baggage::{BAGGAGE, Told},
     copy::Leg,
     dial,
@@ -33,8 +33,9 @@ use super::{
         nested::{self, StreamIo},
         pool::Key,
     },
+    metrics::Reason,
     names, plaintext,
-    record::{self, Direction, Party, Reason, Record, Security},
+    record::{self, Direction, Party, Record, Security},
     relay, same_node,
 };
 use crate::{
@@ -153,7 +154,7 @@ async fn open(pod: &Pod, application: &Leg, peer: SocketAddr, record: &mut Recor
     let destination = destination.map_err(Error::OriginalDst)?;
     let facts = record.facts();
     facts.dst = Some(destination);
-    facts.source = pod.party.clone();
+    facts.source = pod.own_party();
     let mut draw = Draw::default();
     let route = loop {
         match decided(pod, peer, destination, &mut draw).await {
@@ -196,7 +197,7 @@ async fn plain(pod: &Pod, route: PlainRoute, record: &mut Record) -> Result<Way,
     let facts = record.facts();
     facts.dst = Some(target);
     facts.service = route.service;
-    facts.destination = route.workload.as_deref().map(Into::into).unwrap_or_default();
+    facts.destination = route.workload.as_ref().map(Into::into).unwrap_or_default();
     // It would reach this very listener, and so on until the files run out. Ports first: they are cheaper to compare.
     let is_here = |ip: IpAddr| ip.is_loopback() || ip.is_unspecified() || pod.has_address(ip);
     if PROXY_PORTS.contains(&target.port()) && is_here(target.ip()) {
@@ -220,7 +221,7 @@ async fn hbone(pod: &Pod, peer: SocketAddr, route: HboneRoute, record: &mut Reco
     facts.dst = Some(route.tunnel);
     facts.hbone_dst = Some(route.authority.to_string());
     facts.source.identity = Some(pod.identity.id().clone());
-    facts.destination = route.workload.as_ref().into();
+    facts.destination = (&route.workload).into();
     facts.service = route.service.clone();
     facts.nested = route.inner.is_some();
     if pod.shared.config.same_node_direct {
@@ -256,6 +257,7 @@ async fn hbone(pod: &Pod, peer: SocketAddr, route: HboneRoute, record: &mut Reco
         workload: told.workload.map(Into::into),
         namespace: told.namespace.map(Into::into),
         identity: stream.peer().cloned(),
+        of: None,
     });
     Ok(Way::Nested(stream, driver))
 }
@@ -351,8 +353,10 @@ async fn handshake<IO: AsyncRead + AsyncWrite + Unpin>(
     let after = pod.shared.config.pool.handshake_deadline;
     // An address is never sent as SNI; who the peer must be is in the configuration.
     let name = ServerName::IpAddress(tunnel.ip().into());
-    let io = timeout(after, TlsConnector::from(config).connect(name, io))
-        .await
+    let began = Instant::now();
+    let shaken = timeout(after, TlsConnector::from(config).connect(name, io)).await;
+    pod.count_handshake(Direction::Outbound, began, &shaken);
+    let io = shaken
         .map_err(|_| client::Error::HandshakeTimeout { tunnel, after })?
         .map_err(|source| client::Error::Tls { tunnel, source })?;
     let chain = io.get_ref().1.peer_certificates().unwrap_or_default();
@@ -397,7 +401,7 @@ fn connect_request(
         rand::random::<u64>().max(1)
     );
     let headers = request.headers_mut();
-    for (name, value) in [("forwarded", forwarded), ("traceparent", trace)] {
+    for (name, value) in [(FORWARDED, forwarded), ("traceparent", trace)] {
         // A host name that cannot be in a header leaves it out: it serves logs only.
         if let Ok(value) = HeaderValue::try_from(value) {
             headers.insert(name, value);

@@ -11,8 +11,9 @@ use super::{
     copy::Leg,
     dial,
     failure::{Failure, Flag},
+    metrics::Reason,
     plaintext,
-    record::{Direction, Reason, Record, Security},
+    record::{Direction, Record, Security},
     relay,
 };
 use crate::mesh::{index::Mesh, policy::PolicyName, route, wanted::ResourceName};
@@ -90,9 +91,9 @@ async fn open(
     facts.source = pod
         .mesh()
         .workload_at(&pod.shared.config.home.network, peer.ip())
-        .map(|workload| workload.as_ref().into())
+        .map(|workload| workload.into())
         .unwrap_or_default();
-    facts.destination = pod.party.clone();
+    facts.destination = pod.own_party();
     if on_wire && pod.plaintext.is_refused() {
         return Err(plaintext::Refused.into());
     }

@@ -13,7 +13,7 @@ use std::{
 
 use tokio::{net::TcpStream, sync::Semaphore, time::Instant};
 
-use super::record::{Metrics, Reason};
+use super::metrics::{Metrics, Reason};
 use crate::mesh::{pod::PodUid, spiffe::SpiffeId};
 
 /// Bounds of what peers have of one pod. Far above what a peer has that works: a ztunnel has a few tunnels of a hundred streams,

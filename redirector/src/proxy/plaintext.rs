@@ -17,7 +17,8 @@ use tokio::sync::watch;
 
 use super::{
     failure::{Failure, Flag},
-    record::{Direction, Metrics},
+    metrics::Metrics,
+    record::Direction,
 };
 use crate::mesh::pod::PodInfo;
 

@@ -12,11 +12,7 @@ use std::{
     },
 };
 
-use prometheus_client::{
-    encoding::{EncodeLabelSet, EncodeLabelValue},
-    metrics::{counter::Counter, family::Family},
-    registry::Registry,
-};
+use prometheus_client::metrics::counter::Counter;
 use tracing::field;
 
 use super::{
@@ -24,7 +20,9 @@ use super::{
     copy::{Cut, Meter},
     failure::{Failure, Flag},
     flows::{Facts, Flow, Flows, Open},
+    metrics::{Metrics, Reason},
     plaintext::{self, Plaintext},
+    traffic::{self, Series},
 };
 use crate::mesh::{pod::PodInfo, policy::PolicyName, spiffe::SpiffeId, workload::Workload};
 
@@ -37,16 +35,8 @@ pub(crate) enum Direction {
     Inbound,
 }
 
-/// Who reports a connection: the proxy at its source, or the one at its destination.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
-#[allow(non_camel_case_types, reason = "the names are the labels' values")]
-enum Reporter {
-    source,
-    destination,
-}
-
 /// How a connection is protected between the pods.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[allow(non_camel_case_types, reason = "the names are the labels' values")]
 pub(crate) enum Security {
     /// HBONE.
@@ -55,120 +45,13 @@ pub(crate) enum Security {
     unknown,
 }
 
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Labels {
-    reporter: Reporter,
-    connection_security_policy: Security,
-}
-
-impl Labels {
-    fn of(direction: Direction, security: Security) -> Self {
-        let reporter = match direction {
-            Direction::Outbound => Reporter::source,
-            Direction::Inbound => Reporter::destination,
-        };
-        Self {
-            reporter,
-            connection_security_policy: security,
-        }
-    }
-}
-
-/// Counters of all pods' connections.
-#[derive(Debug, Default)]
-pub struct Metrics {
-    opened: Family<Labels, Counter>,
-    closed: Family<Labels, Counter>,
-    failed: Family<Labels, Counter>,
-    received: Family<Labels, Counter>,
-    sent: Family<Labels, Counter>,
-    denied: Counter,
-    pub(super) same_node: Counter,
-    refused: Family<Refused, Counter>,
-    pub(super) plaintext: plaintext::Bytes,
-}
-
-/// Why the proxy itself refuses what it could carry.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
-#[allow(non_camel_case_types, reason = "the names are the labels' values")]
-pub(crate) enum Reason {
-    /// The pod is strict.
-    plaintext,
-    /// The peer, or all together, are in the middle of too many handshakes.
-    handshakes,
-    /// The peer has too many connections, to 15008.
-    tunnels,
-    /// The peer has too many connections, to 15006.
-    plain_connections,
-    /// The peer, or all together, have too many requests open.
-    streams,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Refused {
-    reason: Reason,
-}
-
-impl Metrics {
-    /// Names them in `registry`. Counters get `_total` when they are written.
-    pub fn register(&self, registry: &mut Registry) {
-        let mut counter = |name: &str, help: &str, family: &Family<Labels, Counter>| {
-            registry.register(name, help, family.clone());
-        };
-        counter(
-            "istio_tcp_connections_opened",
-            "Connections that began",
-            &self.opened,
-        );
-        counter(
-            "istio_tcp_connections_closed",
-            "Connections that ended",
-            &self.closed,
-        );
-        counter(
-            "istio_tcp_connections_failed",
-            "Connections that ended by a failure",
-            &self.failed,
-        );
-        counter(
-            "istio_tcp_received_bytes",
-            "Bytes from clients to servers",
-            &self.received,
-        );
-        counter(
-            "istio_tcp_sent_bytes",
-            "Bytes from servers to clients",
-            &self.sent,
-        );
-        registry.register(
-            "redirector_connections_denied",
-            "Connections refused before it was known where they go",
-            self.denied.clone(),
-        );
-        registry.register(
-            "redirector_connections_refused",
-            "Connections and requests that the proxy could carry and must not",
-            self.refused.clone(),
-        );
-        registry.register(
-            "redirector_connections_same_node",
-            "Connections between two pods of this node that were joined without a tunnel",
-            self.same_node.clone(),
-        );
-        self.plaintext.register(registry);
-    }
-
-    /// Counts what was refused.
-    pub(crate) fn refused(&self, reason: Reason) {
-        self.refused.get_or_create(&Refused { reason }).inc();
-    }
-}
-
 /// Counts the bytes of one direction of one connection.
 #[derive(Debug)]
 pub(crate) struct Count {
     bytes: AtomicU64,
-    total: Counter,
+    series: Arc<Series>,
+    /// Which of the series' two.
+    is_request: bool,
     /// Those in plain, over the wire, are counted for the pod too.
     plain: Option<Counter>,
 }
@@ -183,7 +66,11 @@ impl Count {
 impl Meter for Count {
     fn add(&self, bytes: u64) {
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
-        self.total.inc_by(bytes);
+        let total = match self.is_request {
+            true => &self.series.received,
+            false => &self.series.sent,
+        };
+        total.fetch_add(bytes, Ordering::Relaxed);
         if let Some(plain) = &self.plain {
             plain.inc_by(bytes);
         }
@@ -196,6 +83,7 @@ pub(crate) struct Recorder {
     metrics: Arc<Metrics>,
     flows: Arc<Flows>,
     pod: Arc<PodInfo>,
+    series: traffic::OfPod,
 }
 
 impl Recorder {
@@ -205,6 +93,7 @@ impl Recorder {
             metrics,
             flows,
             pod: Arc::new(pod.clone()),
+            series: traffic::OfPod::default(),
         })
     }
 }
@@ -227,6 +116,8 @@ pub(crate) struct Party {
     pub(crate) namespace: Option<Arc<str>>,
     /// As proven by TLS, or of the local pod in TLS; within the node, as both would have proven it.
     pub(crate) identity: Option<SpiffeId>,
+    /// What the mesh has of it.
+    pub(crate) of: Option<Arc<Workload>>,
 }
 
 impl From<&PodInfo> for Party {
@@ -235,16 +126,18 @@ impl From<&PodInfo> for Party {
             workload: Some(pod.name.as_str().into()),
             namespace: Some(pod.namespace.as_str().into()),
             identity: None,
+            of: None,
         }
     }
 }
 
-impl From<&Workload> for Party {
-    fn from(workload: &Workload) -> Self {
+impl From<&Arc<Workload>> for Party {
+    fn from(workload: &Arc<Workload>) -> Self {
         Self {
             workload: Some(workload.name.clone()),
             namespace: Some(workload.namespace.clone()),
             identity: None,
+            of: Some(workload.clone()),
         }
     }
 }
@@ -305,24 +198,24 @@ impl Record {
     /// It is known where the connection goes. Before that it is not counted, as by Istio.
     pub(crate) fn open(&mut self, security: Security) {
         let direction = self.flow.direction;
-        let metrics = &self.recorder.metrics;
-        let labels = Labels::of(direction, security);
-        let total = |family: &Family<Labels, Counter>| family.get_or_create(&labels).clone();
-        total(&metrics.opened).inc();
-        let (requests, responses) = (total(&metrics.received), total(&metrics.sent));
-        let (sent, received) = match direction {
-            Direction::Outbound => (requests, responses),
-            Direction::Inbound => (responses, requests),
-        };
-        let count = |total| Count {
+        let recorder = &self.recorder;
+        let facts = &self.flow.facts;
+        let series = recorder
+            .series
+            .series(&recorder.metrics.traffic, direction, security, facts);
+        series.opened.fetch_add(1, Ordering::Relaxed);
+        let count = |is_request| Count {
             bytes: AtomicU64::new(0),
-            total,
+            series: series.clone(),
+            is_request,
             plain: self.plain.as_ref().map(|plain| plain.counter(direction).clone()),
         };
+        let is_client = direction == Direction::Outbound;
         let open = Open {
             security,
-            sent: count(sent),
-            received: count(received),
+            sent: count(is_client),
+            received: count(!is_client),
+            series,
         };
         let flow = Arc::get_mut(&mut self.flow);
         flow.expect("a connection is opened once").open = Some(open);
@@ -421,11 +314,7 @@ impl Drop for Record {
             );
             return;
         };
-        let labels = Labels::of(flow.direction, open.security);
-        metrics.closed.get_or_create(&labels).inc();
-        if error.is_some() {
-            metrics.failed.get_or_create(&labels).inc();
-        }
+        open.series.end(flag);
         let destination = flow.destination();
         // The level is part of a call's static data, so the line is written out once for each.
         macro_rules! complete {
@@ -482,11 +371,9 @@ mod tests {
             Direction::Inbound,
             "10.1.2.3:4".parse().unwrap(),
         ));
-        let mut registry = Registry::default();
-        metrics.register(&mut registry);
-        let mut text = String::new();
-        prometheus_client::encoding::text::encode(&mut text, &registry).unwrap();
-        text.lines()
+        super::super::metrics::text(&metrics)
+            .lines()
+            .filter(|line| line.starts_with("istio_tcp") || line.contains("_connections_"))
             .filter(|line| !line.starts_with('#'))
             .collect::<Vec<_>>()
             .join("\n")

@@ -23,8 +23,9 @@ use super::{
     copy::{self, Cut, Leg, Meter},
     hbone::client,
     inbound::{self, Tunnel},
+    metrics::Reason,
     outbound,
-    record::{Count, Reason, Record, Security},
+    record::{Count, Record, Security},
 };
 use crate::{
     identity::{

@@ -26,7 +26,8 @@ use super::{
         server,
         window::WindowBudget,
     },
-    record::{Direction, Metrics, Record, Recorder, Security},
+    metrics::Metrics,
+    record::{Direction, Record, Recorder, Security},
     relay,
 };
 use crate::{
@@ -39,11 +40,6 @@ use crate::{
         workload::WorkloadUid,
     },
 };
-
-/// Of some pod.
-fn recorder(metrics: Arc<Metrics>) -> Arc<Recorder> {
-    Recorder::new(metrics, Arc::<Flows>::default(), &info("web"))
-}
 
 const TAIL: Duration = Duration::from_secs(5);
 
@@ -92,6 +88,7 @@ struct Path {
     entry: SocketAddr,
     exit: TcpListener,
     metrics: Arc<Metrics>,
+    recorder: Arc<Recorder>,
     kill: CancellationToken,
     /// With the policies of the exit.
     mesh: watch::Sender<Arc<Mesh>>,
@@ -103,10 +100,12 @@ impl Path {
         let listen = async || TcpListener::bind("127.0.0.1:0").await.unwrap();
         let (entry, tunnel, exit) = (listen().await, listen().await, listen().await);
         let (tunnel_addr, exit_addr) = (tunnel.local_addr().unwrap(), exit.local_addr().unwrap());
+        let metrics = Arc::<Metrics>::default();
         let path = Self {
+            recorder: Recorder::new(metrics.clone(), Arc::<Flows>::default(), &info("web")),
             entry: entry.local_addr().unwrap(),
             exit,
-            metrics: Arc::default(),
+            metrics,
             kill: CancellationToken::new(),
             mesh: watch::Sender::default(),
         };
@@ -119,13 +118,13 @@ impl Path {
             tasks.clone(),
             kill.clone(),
         ));
-        let metrics = path.metrics.clone();
+        let recorder = path.recorder.clone();
         tokio::spawn(kill.clone().run_until_cancelled_owned(async move {
             loop {
                 let (application, peer) = entry.accept().await.unwrap();
-                let (pool, tls, metrics) = (pool.clone(), client_tls.clone(), metrics.clone());
+                let (pool, tls, recorder) = (pool.clone(), client_tls.clone(), recorder.clone());
                 tokio::spawn(kill.clone().run_until_cancelled_owned(async move {
-                    let mut record = Record::new(&recorder(metrics), Direction::Outbound, peer);
+                    let mut record = Record::new(&recorder, Direction::Outbound, peer);
                     record.open(Security::mutual_tls);
                     let application = Leg::new(application);
                     let key = Key {
@@ -162,7 +161,7 @@ impl Path {
             }
         }));
 
-        let (metrics, kill) = (path.metrics.clone(), path.kill.clone());
+        let (recorder, kill) = (path.recorder.clone(), path.kill.clone());
         let connections = Connections::new(info("exit"), Home::default(), path.mesh.subscribe());
         let connections = Arc::new(connections);
         tokio::spawn(
@@ -172,14 +171,14 @@ impl Path {
         tokio::spawn(async move {
             while let Ok((tcp, peer)) = tunnel.accept().await {
                 let io = TlsAcceptor::from(server_tls.clone()).accept(tcp).await.unwrap();
-                let (metrics, kill, connections) = (metrics.clone(), kill.clone(), connections.clone());
+                let (recorder, kill, connections) = (recorder.clone(), kill.clone(), connections.clone());
                 tokio::spawn(async move {
                     let drain = CancellationToken::new();
                     let window = WindowBudget::new(&Http2Config::default()).share();
                     server::serve(io, Http2Config::default(), window, TAIL, &drain, |connect| {
-                        let (metrics, connections) = (metrics.clone(), connections.clone());
+                        let (recorder, connections) = (recorder.clone(), connections.clone());
                         tokio::spawn(kill.clone().run_until_cancelled_owned(async move {
-                            let mut record = Record::new(&recorder(metrics), Direction::Inbound, peer);
+                            let mut record = Record::new(&recorder, Direction::Inbound, peer);
                             record.open(Security::mutual_tls);
                             let application = Leg::new(TcpStream::connect(exit_addr).await.unwrap());
                             let flow = Flow {
@@ -252,12 +251,9 @@ async fn fin_is_fin_each_way_by_itself() {
 
 /// The metrics, once they say `line`: records end a moment after their connections.
 pub(super) async fn until(metrics: &Metrics, line: &str) -> String {
-    let mut registry = prometheus_client::registry::Registry::default();
-    metrics.register(&mut registry);
     let mut text = String::new();
     for _ in 0..500 {
-        text.clear();
-        prometheus_client::encoding::text::encode(&mut text, &registry).unwrap();
+        text = super::metrics::text(metrics);
         if text.contains(line) {
             return text;
         }

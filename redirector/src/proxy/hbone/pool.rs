@@ -15,7 +15,9 @@ use std::{
     time::Duration,
 };
 
+use futures_util::FutureExt;
 use http::Request;
+use prometheus_client::metrics::gauge::Gauge;
 use tokio::{
     io::{AsyncRead, AsyncWrite},
     time::{Instant, sleep_until, timeout},
@@ -28,7 +30,10 @@ use super::{
     nested,
     window::WindowBudget,
 };
-use crate::mesh::{spiffe::SpiffeId, workload::WorkloadUid};
+use crate::{
+    mesh::{spiffe::SpiffeId, workload::WorkloadUid},
+    proxy::metrics::Counted,
+};
 
 /// Settings of the pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -85,6 +90,8 @@ pub(crate) struct Pool {
     config: PoolConfig,
     tasks: TaskTracker,
     kill: CancellationToken,
+    /// Counts the connections of all pods' pools.
+    open: Gauge,
 }
 
 #[derive(Debug, Default)]
@@ -118,7 +125,13 @@ impl Pool {
             config,
             tasks,
             kill,
+            open: Gauge::default(),
         }
+    }
+
+    /// The same, whose connections are counted by `open` as long as they live.
+    pub(crate) fn counted_by(self, open: Gauge) -> Self {
+        Self { open, ..self }
     }
 
     /// Opens a stream to the peer that `key` names, by a connection of the pool or by one that `dial` makes. A connection of
@@ -225,14 +238,16 @@ impl Pool {
                 let lease = connection.lease(limit);
                 peer.connections.push(connection.clone());
                 let (peers, kill) = (self.peers.clone(), self.kill.clone());
-                self.tasks.spawn(run(
+                let counted = Counted::by(&self.open);
+                let running = run(
                     key.clone(),
                     driver,
                     connection,
                     peers,
                     self.config.unused_release,
                     kill,
-                ));
+                );
+                self.tasks.spawn(running.map(move |()| drop(counted)));
                 lease.map(|lease| (lease, true)).ok_or_else(|| {
                     let source = h2::Reason::REFUSED_STREAM.into();
                     Arc::new(Error::Http2 {
