@@ -325,7 +325,7 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
     let mut lifecycle = tokio::spawn(lifecycle);
     let mut sources = JoinSet::new();
     let admission = match &follower {
-        Some(follower) => Admission::Kubernetes(follower.directory()),
+        Some(follower) => Admission::Kubernetes(follower.decider()),
         None => Admission::Sender {
             mesh,
             home: config.home(),

@@ -90,6 +90,16 @@ impl KubeApi {
         self.state().put("namespaces", name.to_owned(), object);
     }
 
+    /// Gives a namespace these labels, of which no watch tells, as if their connections were dead.
+    ///
+    /// # Panics
+    /// When there is no such namespace.
+    pub fn namespace_untold(&self, name: &str, labels: &Value) {
+        let mut state = self.state();
+        let object = state.objects.get_mut(&("namespaces", name.to_owned()));
+        object.expect("a namespace that was made")["metadata"]["labels"] = labels.clone();
+    }
+
     /// Tells of a pod that runs, with its addresses; `more` is over it.
     pub fn pod(&self, pod: &Pod, more: Value) {
         let ips: Vec<_> = Family::BOTH
@@ -273,6 +283,13 @@ impl State {
         let path: Vec<&str> = head.uri.path().trim_matches('/').split('/').collect();
         let kind = match (head.method.as_str(), path.as_slice()) {
             ("GET", ["api", "v1", "namespaces"]) => "namespaces",
+            ("GET", ["api", "v1", "namespaces", name]) => {
+                let found = self.objects.get(&("namespaces", (*name).to_owned()));
+                return whole(found.map_or_else(
+                    || status(404, "NotFound", "no such namespace"),
+                    |object| (200, object.clone()),
+                ));
+            }
             // Only this node's pods may be asked for: all pods of a cluster are many.
             ("GET", ["api", "v1", "pods"])
                 if query.get("fieldSelector").is_some_and(|selector| {

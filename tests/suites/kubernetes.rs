@@ -49,6 +49,10 @@ fn main() -> ExitCode {
             annotations_count_while_the_pod_runs,
         ),
         case(
+            "labels_that_no_watch_told_count_before_a_pod_is_let_out",
+            labels_that_no_watch_told_count_before_a_pod_is_let_out,
+        ),
+        case(
             "an_api_server_that_fails_changes_nothing",
             an_api_server_that_fails_changes_nothing,
         ),
@@ -381,6 +385,28 @@ fn annotations_count_while_the_pod_runs() {
     wait::until("the annotation to count", || is(false));
     app::ask_who(&client.ns, outside).expect("in plain again");
     drop(server);
+}
+
+fn labels_that_no_watch_told_count_before_a_pod_is_let_out() {
+    let (world, pods) = World::new(&["late", "outer"]);
+    let [late, outside] = pods.as_slice() else {
+        unreachable!()
+    };
+    let api = &world.api;
+    for pod in [late, outside] {
+        api.pod(pod, json!({}));
+    }
+    // The server is away, and what it told last counts: that keeps no pod outside the mesh from starting.
+    assert!(world.add(outside).contains("do not ask for it"));
+    api.set_faulty(true);
+    assert!(world.add(outside).contains("do not ask for it"));
+    api.set_faulty(false);
+    assert_eq!(world.state(outside), None);
+
+    api.namespace_untold("demo", &json!({ "istio.io/dataplane-mode": "ambient" }));
+    world.add(late);
+    assert_eq!(world.state(late).as_deref(), Some("captured"));
+    world.wait_told(late, Some("enabled"));
 }
 
 fn an_api_server_that_fails_changes_nothing() {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use tokio::sync::watch;
 
 use super::{
-    kubernetes::directory::{Directory, Unknown},
+    kubernetes::{decide::Decider, directory::Unknown},
     wire::Event,
 };
 use crate::{
@@ -29,7 +29,7 @@ pub enum Admission {
         excluded: Vec<String>,
     },
     /// Kubernetes' API.
-    Kubernetes(Arc<Directory>),
+    Kubernetes(Decider),
 }
 
 /// What is decided of a pod.
@@ -89,8 +89,8 @@ impl Admission {
                 };
                 Ok(Decision::Enrol(info, rules))
             }
-            Self::Kubernetes(directory) => {
-                let found = directory
+            Self::Kubernetes(decider) => {
+                let found = decider
                     .find(&event.namespace, &event.name, event.uid.as_ref())
                     .await?;
                 Ok(match (found.left, &found.pod.rules) {
@@ -107,8 +107,9 @@ impl Admission {
     /// The UID under which the pod of an event is enrolled, if it is.
     pub(super) fn uid(&self, event: &Event) -> Result<PodUid, Error> {
         match (self, &event.uid) {
-            (Self::Kubernetes(directory), Some(uid)) => Ok(directory.uid_of(uid)),
-            (Self::Kubernetes(directory), None) => Ok(directory
+            (Self::Kubernetes(decider), Some(uid)) => Ok(decider.directory().uid_of(uid)),
+            (Self::Kubernetes(decider), None) => Ok(decider
+                .directory()
                 .going(&event.namespace, &event.name)
                 .map_or_else(|| own_uid(event), Ok)?),
             (Self::Sender { .. }, _) => own_uid(event),

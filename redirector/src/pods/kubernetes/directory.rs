@@ -208,6 +208,21 @@ impl Directory {
         });
     }
 
+    /// A namespace's labels were asked for; whether they are other than known.
+    pub(super) fn learn_namespace(&self, name: &str, labels: &Labels) -> bool {
+        let state = self.state();
+        let known = state
+            .namespaces
+            .as_ref()
+            .and_then(|namespaces| namespaces.get(name));
+        let differ = known.is_none_or(|known| known != labels);
+        drop(state);
+        if differ {
+            self.put_namespace(name.to_owned(), labels.clone());
+        }
+        differ
+    }
+
     /// A namespace is gone.
     pub(super) fn remove_namespace(&self, name: &str) {
         self.change(|state| {

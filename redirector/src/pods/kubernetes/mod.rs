@@ -1,10 +1,11 @@
 //! Which pods of this node are in the mesh, by Kubernetes' API: labels and annotations of pods and namespaces.
 //!
-//! `watch` keeps a [`directory`] of the node's pods and of all namespaces; [`enablement`] decides. What asks it: `admission`, for
-//! a pod that a plugin tells of; `reconcile`, which enrols pods that were missed and releases those that have left the mesh, also
+//! `watch` keeps a [`directory`] of the node's pods and of all namespaces; [`enablement`] decides. What asks it: `admission`, by
+//! [`decide`], for a pod that a plugin tells of; `reconcile`, which enrols pods that were missed and releases those that have left the mesh, also
 //! while they run; `annotate`, which tells others on the pod whether it is captured.
 
 mod annotate;
+pub mod decide;
 pub mod directory;
 pub mod enablement;
 mod find;
@@ -21,7 +22,7 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 
 pub use self::reconcile::Missed;
-use self::{directory::Directory, enablement::Enablement, reconcile::Reconciler};
+use self::{decide::Decider, directory::Directory, enablement::Enablement, reconcile::Reconciler};
 use super::{PodEvent, status::Status};
 use crate::control_plane::kubernetes::Kubernetes;
 
@@ -61,6 +62,11 @@ impl Follower {
     /// What is known.
     pub fn directory(&self) -> Arc<Directory> {
         Arc::clone(&self.directory)
+    }
+
+    /// What decides on pods that a plugin tells of.
+    pub fn decider(&self) -> Decider {
+        Decider::new(Arc::clone(&self.kubernetes), self.directory())
     }
 
     /// The pods that should be captured and could not even be tried, as they are now.
