@@ -42,6 +42,7 @@ fn main() -> ExitCode {
                 trace_can_be_switched_on_and_off,
             ),
             case("status_shows_pods_and_counters", status_shows_pods_and_counters),
+            case("every_metric_is_documented", every_metric_is_documented),
         ],
     )
 }
@@ -172,4 +173,63 @@ fn status_shows_pods_and_counters() {
     let mut status = command(&mesh.stranger.ns, redirector());
     let (code, text) = output(status.arg("status"), DEADLINE);
     assert_eq!((code.code(), text.lines().count()), (Some(1), 1), "{text}");
+}
+
+/// What a scrape has is in docs/metrics.md with its type and labels, and what that says is there is in a scrape, or is known to be there
+/// at other times alone.
+fn every_metric_is_documented() {
+    /// What happens to no connection of this test.
+    const ELSEWHEN: [&str; 3] = [
+        "redirector_connections_refused",
+        "redirector_handshake_failures",
+        "redirector_detach_seconds",
+    ];
+    let text = include_str!("../../docs/metrics.md");
+    let rows: Vec<Vec<&str>> = text
+        .lines()
+        .filter(|line| line.starts_with("| `"))
+        .map(|line| line.trim_matches('|').split('|').map(str::trim).collect())
+        .collect();
+    let name = |row: &Vec<&str>| row[0].trim_matches('`').to_owned();
+    let mesh = Mesh::hbone(Options::default());
+    let _app = App::start(&mesh.server.ns, (Family::V4.any(), PORT).into(), app::who);
+    for from in [&mesh.client, &mesh.stranger] {
+        app::ask_who(&from.ns, mesh.server.addr(Family::V4, PORT)).unwrap();
+    }
+    let admin = "127.0.0.1:15000".parse().unwrap();
+    let (status, scrape) = app::http_get(&mesh.node.host.ns, admin, "/metrics").unwrap();
+    assert_eq!(status, 200);
+    let types: Vec<(&str, &str)> = scrape
+        .lines()
+        .filter_map(|line| line.strip_prefix("# TYPE ")?.split_once(' '))
+        .collect();
+    assert!(types.len() > 15, "{scrape}");
+    for (metric, kind) in &types {
+        let row = rows.iter().find(|row| name(row) == *metric);
+        let row = row.unwrap_or_else(|| panic!("{metric} is not in docs/metrics.md"));
+        assert_eq!(row[1], *kind, "the type of {metric}");
+        if row[2] == "traffic" {
+            continue;
+        }
+        let is_of = |line: &&str| {
+            let rest = line.strip_prefix(metric).unwrap_or_default();
+            rest.starts_with(['{', ' ', '_'])
+        };
+        let lines = scrape.lines().filter(is_of);
+        let labels = lines.filter_map(|line| Some(line.split_once('{')?.1.split_once('}')?.0));
+        for label in labels.flat_map(|labels| labels.split(',')) {
+            let label = label.split('=').next().unwrap_or_default();
+            let is_told = row[2].split(", ").any(|told| told == label);
+            assert!(is_told || label == "le", "{label} of {metric} is not told");
+        }
+    }
+    for row in &rows {
+        let is_there = types.iter().any(|(metric, _)| *metric == name(row));
+        let at_other_times = row[3].contains("alone") || ELSEWHEN.contains(&name(row).as_str());
+        assert!(
+            is_there || at_other_times,
+            "{} is in docs/metrics.md, and not in a scrape:\n{scrape}",
+            name(row)
+        );
+    }
 }
