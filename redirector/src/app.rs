@@ -43,7 +43,7 @@ use crate::{
         xds,
     },
     identity::{
-        CertSource,
+        self, CertSource,
         crl_file::Revocations,
         dev_ca::{self, DevCa},
         files::Files,
@@ -216,6 +216,7 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
             .unwrap_or_default(),
     };
     let identities = Store::new(certificates(&config)?, rules);
+    identity::metrics::register(&mut registry, Arc::clone(&identities));
     let prepared = {
         let config = config.clone();
         tokio::task::spawn_blocking(move || prepare_redirector(&config))

@@ -17,6 +17,7 @@ pub mod dev_ca;
 pub mod files;
 pub mod istio_ca;
 pub mod kubernetes_csr;
+pub mod metrics;
 mod pushed;
 pub mod renew;
 pub mod revocation;

@@ -91,6 +91,18 @@ impl Store {
         states
     }
 
+    /// For how many seconds each identity's certificate is still good, in their order: below zero it is over, and `None` is of one that
+    /// never had any.
+    pub fn seconds_left(&self) -> Vec<(String, Option<i64>)> {
+        let entries: Vec<_> = self.entries().values().filter_map(Weak::upgrade).collect();
+        let mut left: Vec<_> = entries
+            .iter()
+            .map(|entry| (entry.id.to_string(), entry.seconds_left()))
+            .collect();
+        left.sort();
+        left
+    }
+
     /// The revocation lists that peers are looked for in, if there are to be any.
     pub fn revocations(&self) -> Option<RevocationsView> {
         self.rules.revocations.view()
@@ -230,6 +242,12 @@ impl Entry {
             cert_chain: CertificateView::all(&chain),
             root_certs: CertificateView::all(&roots),
         }
+    }
+
+    fn seconds_left(&self) -> Option<i64> {
+        let state = self.state.borrow();
+        let end = time::OffsetDateTime::from(state.current.as_ref()?.not_after);
+        Some((end - time::OffsetDateTime::from((self.clock)())).whole_seconds())
     }
 
     fn expired(&self, current: &Current) -> bool {

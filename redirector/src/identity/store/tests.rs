@@ -357,3 +357,34 @@ async fn a_certificate_that_begins_later_replaces_a_good_one_when_its_time_has_c
     tokio::time::sleep(Duration::from_secs(20)).await;
     assert!(!Arc::ptr_eq(&good, &held.server_config().await.unwrap()));
 }
+
+#[tokio::test(start_paused = true)]
+async fn the_time_that_is_left_is_a_metric_for_as_long_as_the_identity_is_held() {
+    let world = World::new();
+    let (answers, _silent) = (world.source.stream(), world.source.stream());
+    let mut registry = prometheus_client::registry::Registry::default();
+    crate::identity::metrics::register(&mut registry, Arc::clone(&world.store));
+    let value = |name: &str, identity: &str| {
+        let mut text = String::new();
+        prometheus_client::encoding::text::encode(&mut text, &registry).unwrap();
+        let start = format!("redirector_certificate_{name}{{identity=\"{}\"}} ", id(identity));
+        let line = text.lines().find_map(|line| line.strip_prefix(&start))?;
+        Some(line.parse::<i64>().unwrap())
+    };
+    let web = world.store.hold(&id("web"));
+    answers.send(Ok(world.svid("web"))).await.unwrap();
+    web.server_config().await.unwrap();
+    let _cart = world.store.hold(&id("cart"));
+    let left = value("expires_in_seconds", "web").unwrap();
+    assert!((3500..=3600).contains(&left), "{left}");
+    assert_eq!(value("valid", "web"), Some(1));
+    assert_eq!(
+        (value("valid", "cart"), value("expires_in_seconds", "cart")),
+        (Some(0), None)
+    );
+    world.advance(Duration::from_secs(3700));
+    assert_eq!(value("valid", "web"), Some(0));
+    assert!(value("expires_in_seconds", "web").unwrap() < 0);
+    drop(web);
+    assert_eq!(value("valid", "web"), None);
+}
