@@ -200,7 +200,7 @@ async fn accept(
 async fn request(pod: Arc<Pod>, tunnel: Arc<Tunnel>, mut connect: Connect) {
     let authority = connect.authority().to_owned();
     let mut record = record_of(&pod, &tunnel, authority, connect.headers());
-    record.open(Security::mutual_tls);
+    record.open(Security::MutualTls);
 
     let _permits = match permits(&pod, &tunnel) {
         Ok(permits) => permits,

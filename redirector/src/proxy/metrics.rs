@@ -24,26 +24,9 @@ pub struct Metrics {
     sockets: Family<Reported, Gauge>,
 }
 
-/// Who reports a connection: the proxy at its source, or the one at its destination.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
-#[allow(non_camel_case_types, reason = "the names are the labels' values")]
-enum Reporter {
-    source,
-    destination,
-}
-
-impl From<Direction> for Reporter {
-    fn from(direction: Direction) -> Self {
-        match direction {
-            Direction::Outbound => Self::source,
-            Direction::Inbound => Self::destination,
-        }
-    }
-}
-
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Reported {
-    reporter: Reporter,
+    reporter: &'static str,
 }
 
 /// Why the proxy itself refuses what it could carry.
@@ -107,7 +90,7 @@ impl Metrics {
 
     /// Counts a socket for as long as the value lives.
     pub(super) fn socket(&self, direction: Direction) -> Counted {
-        let reporter = direction.into();
+        let reporter = direction.reporter();
         Counted::by(&self.sockets.get_or_create_owned(&Reported { reporter }))
     }
 }
@@ -138,12 +121,12 @@ pub(super) struct Handshakes {
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Side {
-    reporter: Reporter,
+    reporter: &'static str,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct HandshakeFailure {
-    reporter: Reporter,
+    reporter: &'static str,
     reason: &'static str,
 }
 
@@ -178,7 +161,7 @@ impl Handshakes {
 
     /// One is over.
     pub(super) fn over(&self, direction: Direction, took: Duration, failed: Option<&'static str>) {
-        let reporter = direction.into();
+        let reporter = direction.reporter();
         match failed {
             None => self
                 .durations

@@ -208,7 +208,7 @@ async fn plain(pod: &Pod, route: PlainRoute, record: &mut Record) -> Result<Way,
         return Err(plaintext::Refused.into());
     }
     record.plain = on_wire.then(|| pod.plaintext.clone());
-    record.open(Security::unknown);
+    record.open(Security::Unknown);
     tokio::select! {
         biased;
         () = pod.plaintext.refused(), if on_wire => Err(plaintext::Refused.into()),
@@ -232,7 +232,7 @@ async fn hbone(pod: &Pod, peer: SocketAddr, route: HboneRoute, record: &mut Reco
             }
         }
     }
-    record.open(Security::mutual_tls);
+    record.open(Security::MutualTls);
     let request = request(pod, peer, &route)?;
     let key = Key {
         source: pod.identity.id().clone(),

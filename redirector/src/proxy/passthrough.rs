@@ -98,7 +98,7 @@ async fn open(
         return Err(plaintext::Refused.into());
     }
     record.plain = on_wire.then(|| pod.plaintext.clone());
-    record.open(Security::unknown);
+    record.open(Security::Unknown);
     // Nobody proves an identity here. Whether a policy is for this pod alone is known once the mesh knows the pod: the
     // connection is held until then, and refused in the end. A mesh without such policies holds nothing up.
     let flow = Flow {

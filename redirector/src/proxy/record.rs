@@ -35,14 +35,40 @@ pub(crate) enum Direction {
     Inbound,
 }
 
+impl Direction {
+    pub(super) fn as_str(self) -> &'static str {
+        match self {
+            Self::Outbound => "outbound",
+            Self::Inbound => "inbound",
+        }
+    }
+
+    /// Istio's name for the proxy that reports the connection: at its source, or at its destination.
+    pub(super) fn reporter(self) -> &'static str {
+        match self {
+            Self::Outbound => "source",
+            Self::Inbound => "destination",
+        }
+    }
+}
+
 /// How a connection is protected between the pods.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[allow(non_camel_case_types, reason = "the names are the labels' values")]
 pub(crate) enum Security {
     /// HBONE.
-    mutual_tls,
+    MutualTls,
     /// Plain TCP, or whatever the application does within it; and what is joined within the node.
-    unknown,
+    Unknown,
+}
+
+impl Security {
+    /// Istio's name for it.
+    pub(super) fn as_str(self) -> &'static str {
+        match self {
+            Self::MutualTls => "mutual_tls",
+            Self::Unknown => "unknown",
+        }
+    }
 }
 
 /// Counts the bytes of one direction of one connection.
@@ -383,7 +409,7 @@ mod tests {
     fn every_end_is_counted() {
         const LABELS: &str = "{reporter=\"destination\",connection_security_policy=\"unknown\"}";
         let open = |mut record: Box<Record>| {
-            record.open(Security::unknown);
+            record.open(Security::Unknown);
             record.counts().0.add(5);
             record
         };

@@ -289,7 +289,7 @@ async fn joined(
     let mut inbound = inbound::record_of(server, &tunnel, authority.clone(), &HeaderMap::new());
     for record in [&mut outbound, &mut inbound] {
         record.facts().same_node = true;
-        record.open(Security::unknown);
+        record.open(Security::Unknown);
     }
     client.shared.metrics.same_node.inc();
 

@@ -125,7 +125,7 @@ impl Path {
                 let (pool, tls, recorder) = (pool.clone(), client_tls.clone(), recorder.clone());
                 tokio::spawn(kill.clone().run_until_cancelled_owned(async move {
                     let mut record = Record::new(&recorder, Direction::Outbound, peer);
-                    record.open(Security::mutual_tls);
+                    record.open(Security::MutualTls);
                     let application = Leg::new(application);
                     let key = Key {
                         source: "spiffe://td/ns/a/sa/b".parse().unwrap(),
@@ -179,7 +179,7 @@ impl Path {
                         let (recorder, connections) = (recorder.clone(), connections.clone());
                         tokio::spawn(kill.clone().run_until_cancelled_owned(async move {
                             let mut record = Record::new(&recorder, Direction::Inbound, peer);
-                            record.open(Security::mutual_tls);
+                            record.open(Security::MutualTls);
                             let application = Leg::new(TcpStream::connect(exit_addr).await.unwrap());
                             let flow = Flow {
                                 source: peer.ip(),

@@ -1,7 +1,7 @@
 //! Istio's traffic metrics: connections and bytes, by who speaks to whom.
 //!
 //! A set of labels is found once for each connection, which then counts by [`Series`] without looking anything up. Sets are shared by all
-//! pods of the node and live as long as a pod that has used them, or a connection. There is a bound for each pod and one for all; what
+//! pods of the node and go with the last that has used them. There is a bound for each pod and one for all; what
 //! is beyond goes into a set without names, so that the totals stay right.
 
 use std::{
@@ -10,7 +10,7 @@ use std::{
     hash::{BuildHasher, RandomState},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError, Weak,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicU64, AtomicUsize, Ordering},
     },
 };
 
@@ -29,7 +29,7 @@ use super::{
     flows::Facts,
     record::{Direction, Party, Security},
 };
-use crate::mesh::workload::Workload;
+use crate::mesh::spiffe::SpiffeId;
 
 /// Sets of labels of all pods together; each is some 2 KB, and 5 lines of a scrape.
 const MOST: usize = 10_000;
@@ -37,14 +37,131 @@ const MOST: usize = 10_000;
 /// Sets of labels of one pod.
 const MOST_OF_POD: usize = 1_000;
 
-/// The values that tell sets of labels apart, borrowed from whoever has them: to look a set up copies nothing.
-type Values<'a> = [&'a str; 25];
+/// What tells sets of labels apart. To look a set up, it is borrowed from whoever has it, and nothing is copied.
+#[derive(Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+struct Values<S> {
+    reporter: &'static str,
+    source: Side<S>,
+    /// Host name, its namespace, and name.
+    service: [S; 3],
+    destination: Side<S>,
+    security: &'static str,
+}
+
+/// An end of connections.
+#[derive(Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+struct Side<S> {
+    /// The workload's controller.
+    workload: S,
+    canonical_name: S,
+    canonical_revision: S,
+    namespace: S,
+    /// Trust domain, namespace and service account.
+    principal: [S; 3],
+    cluster: S,
+    region: S,
+    zone: S,
+}
+
+impl<'a> Values<&'a str> {
+    /// The source's identity is as TLS has proven it, the destination's as the mesh has it.
+    fn of(direction: Direction, security: Security, facts: &'a Facts) -> Self {
+        let Facts {
+            source,
+            destination,
+            service,
+            ..
+        } = facts;
+        let is_proven = security == Security::MutualTls;
+        let parts = |id: &'a SpiffeId| [id.trust_domain(), id.namespace(), id.service_account()];
+        let proven = source.identity.as_ref().filter(|_| is_proven);
+        let own = destination.identity.as_ref();
+        let own = own.filter(|_| direction == Direction::Inbound && is_proven);
+        let of_mesh = destination.of.as_deref().map(|workload| {
+            [
+                &*workload.trust_domain,
+                &*workload.namespace,
+                &*workload.service_account,
+            ]
+        });
+        Self {
+            source: Side::of(source, proven.map(parts).unwrap_or_default()),
+            service: service.as_deref().map_or([""; 3], |service| {
+                [&service.host.hostname, &service.host.namespace, &service.name]
+            }),
+            destination: Side::of(destination, of_mesh.or(own.map(parts)).unwrap_or_default()),
+            ..Self::without_names(direction, security)
+        }
+    }
+
+    fn without_names(direction: Direction, security: Security) -> Self {
+        Self {
+            reporter: direction.reporter(),
+            source: Side::default(),
+            service: [""; 3],
+            destination: Side::default(),
+            security: security.as_str(),
+        }
+    }
+}
+
+impl<S> Values<S> {
+    fn each<'a, T>(&'a self, make: impl Fn(&'a S) -> T + Copy) -> Values<T> {
+        Values {
+            reporter: self.reporter,
+            source: self.source.each(make),
+            service: self.service.each_ref().map(make),
+            destination: self.destination.each(make),
+            security: self.security,
+        }
+    }
+}
+
+impl<'a> Side<&'a str> {
+    fn of(party: &'a Party, principal: [&'a str; 3]) -> Self {
+        let Some(workload) = party.of.as_deref() else {
+            return Self {
+                workload: party.workload.as_deref().unwrap_or_default(),
+                namespace: party.namespace.as_deref().unwrap_or_default(),
+                principal,
+                ..Self::default()
+            };
+        };
+        Self {
+            workload: &workload.workload_name,
+            canonical_name: &workload.canonical_name,
+            canonical_revision: &workload.canonical_revision,
+            namespace: &workload.namespace,
+            principal,
+            cluster: &workload.cluster_id,
+            region: &workload.locality.region,
+            zone: &workload.locality.zone,
+        }
+    }
+}
+
+impl<S> Side<S> {
+    fn each<'a, T>(&'a self, make: impl Fn(&'a S) -> T + Copy) -> Side<T> {
+        Side {
+            workload: make(&self.workload),
+            canonical_name: make(&self.canonical_name),
+            canonical_revision: make(&self.canonical_revision),
+            namespace: make(&self.namespace),
+            principal: self.principal.each_ref().map(make),
+            cluster: make(&self.cluster),
+            region: make(&self.region),
+            zone: make(&self.zone),
+        }
+    }
+}
 
 /// What is counted of the connections with one set of labels.
 #[derive(Debug)]
 pub(super) struct Series {
-    values: Box<[Box<str>]>,
+    values: Values<Box<str>>,
     text: Text,
+    /// How many pods have used it: without one it is not shown, though ended connections may still be remembered with it.
+    pods: AtomicUsize,
     pub(super) opened: AtomicU64,
     /// By how they ended.
     ended: [AtomicU64; Flag::ALL.len()],
@@ -55,10 +172,11 @@ pub(super) struct Series {
 }
 
 impl Series {
-    fn new(values: &Values<'_>) -> Self {
+    fn new(values: &Values<&str>) -> Self {
         Self {
-            values: values.iter().map(|&value| value.into()).collect(),
+            values: values.each(|&value| value.into()),
             text: Text::of(values),
+            pods: AtomicUsize::new(0),
             opened: AtomicU64::new(0),
             ended: Default::default(),
             received: AtomicU64::new(0),
@@ -66,11 +184,8 @@ impl Series {
         }
     }
 
-    fn is_of(&self, values: &Values<'_>) -> bool {
-        self.values
-            .iter()
-            .map(|value| &**value)
-            .eq(values.iter().copied())
+    fn is_of(&self, values: &Values<&str>) -> bool {
+        self.values.each(|value| &**value) == *values
     }
 
     /// One has ended so.
@@ -121,12 +236,12 @@ impl Traffic {
     }
 
     /// The set with these values, or a new one; `None` if that would be too many.
-    fn set(&self, hash: u64, values: &Values<'_>, is_bound: bool) -> Option<Arc<Series>> {
+    fn set(&self, hash: u64, values: &Values<&str>, is_bound: bool) -> Option<Used> {
         let mut all = lock(&self.sets);
         let of_hash = all.by_hash.get(&hash).into_iter().flatten();
         let mut known = of_hash.filter_map(Weak::upgrade);
         if let Some(series) = known.find(|series| series.is_of(values)) {
-            return Some(series);
+            return Some(Used::by_a_pod(series));
         }
         if is_bound && all.count >= self.most {
             all.sweep();
@@ -137,15 +252,34 @@ impl Traffic {
         let series = Arc::new(Series::new(values));
         all.by_hash.entry(hash).or_default().push(Arc::downgrade(&series));
         all.count += 1;
-        Some(series)
+        Some(Used::by_a_pod(series))
+    }
+}
+
+/// A set that a pod has used.
+#[derive(Debug)]
+struct Used(Arc<Series>);
+
+impl Used {
+    /// To be called within the lock of all sets, so that none is swept between its find and its use.
+    fn by_a_pod(series: Arc<Series>) -> Self {
+        series.pods.fetch_add(1, Ordering::Relaxed);
+        Self(series)
+    }
+}
+
+impl Drop for Used {
+    fn drop(&mut self) {
+        self.0.pods.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
 impl All {
-    /// Forgets what nobody holds.
+    /// Forgets what no pod has used that is still there.
     fn sweep(&mut self) {
+        let is_used = |series: Arc<Series>| series.pods.load(Ordering::Relaxed) > 0;
         self.by_hash.retain(|_, sets| {
-            sets.retain(|set| set.strong_count() > 0);
+            sets.retain(|set| set.upgrade().is_some_and(is_used));
             !sets.is_empty()
         });
         self.count = self.by_hash.values().map(Vec::len).sum();
@@ -159,7 +293,13 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// The sets that one pod has used.
 #[derive(Debug, Default)]
-pub(super) struct OfPod(Mutex<(Sets<Arc<Series>>, usize)>);
+pub(super) struct OfPod(Mutex<Own>);
+
+#[derive(Debug, Default)]
+struct Own {
+    by_hash: Sets<Used>,
+    count: usize,
+}
 
 impl OfPod {
     /// Where a connection is counted.
@@ -170,180 +310,35 @@ impl OfPod {
         security: Security,
         facts: &Facts,
     ) -> Arc<Series> {
-        let principals = Principals::of(direction, security, facts);
-        let values = values(direction, security, facts, &principals);
-        let hash = traffic.hasher.hash_one(values);
+        let values = Values::of(direction, security, facts);
         let mut own = lock(&self.0);
-        let mut known = own.0.get(&hash).into_iter().flatten();
-        if let Some(series) = known.find(|series| series.is_of(&values)) {
-            return series.clone();
+        if let Some(series) = own.series(traffic, &values, true) {
+            return series;
         }
-        let found = (own.1 < MOST_OF_POD)
-            .then(|| traffic.set(hash, &values, true))
-            .flatten();
-        let (hash, series) = match found {
-            Some(series) => (hash, series),
-            None => {
-                traffic.folded.inc();
-                let values = without_names(direction, security);
-                let hash = traffic.hasher.hash_one(values);
-                let mut known = own.0.get(&hash).into_iter().flatten();
-                if let Some(series) = known.find(|series| series.is_of(&values)) {
-                    return series.clone();
-                }
-                // There are four of these: they need no bound.
-                let series = traffic.set(hash, &values, false);
-                (hash, series.expect("without a bound there is one"))
-            }
-        };
-        own.0.entry(hash).or_default().push(series.clone());
-        own.1 += 1;
-        series
+        traffic.folded.inc();
+        // There are four of these: they need no bound.
+        let unnamed = own.series(traffic, &Values::without_names(direction, security), false);
+        unnamed.expect("without a bound there is one")
     }
 }
 
-/// Who the ends are: the source as TLS has proven it, the destination as the mesh has it, both in their three parts.
-struct Principals<'a> {
-    source: [&'a str; 3],
-    destination: [&'a str; 3],
-}
-
-impl<'a> Principals<'a> {
-    fn of(direction: Direction, security: Security, facts: &'a Facts) -> Self {
-        let proven = facts
-            .source
-            .identity
-            .as_ref()
-            .filter(|_| security == Security::mutual_tls);
-        let own = facts.destination.identity.as_ref();
-        let own = own.filter(|_| direction == Direction::Inbound && security == Security::mutual_tls);
-        let parts =
-            |id: &'a crate::mesh::spiffe::SpiffeId| [id.trust_domain(), id.namespace(), id.service_account()];
-        let of_mesh = facts.destination.of.as_deref().map(|workload| {
-            [
-                &*workload.trust_domain,
-                &*workload.namespace,
-                &*workload.service_account,
-            ]
-        });
-        Self {
-            source: proven.map(parts).unwrap_or_default(),
-            destination: of_mesh.or(own.map(parts)).unwrap_or_default(),
+impl Own {
+    /// The set with these values; `None` if that would be one too many.
+    fn series(&mut self, traffic: &Traffic, values: &Values<&str>, is_bound: bool) -> Option<Arc<Series>> {
+        let hash = traffic.hasher.hash_one(values);
+        let mut known = self.by_hash.get(&hash).into_iter().flatten();
+        if let Some(Used(series)) = known.find(|Used(series)| series.is_of(values)) {
+            return Some(series.clone());
         }
+        if is_bound && self.count >= MOST_OF_POD {
+            return None;
+        }
+        let used = traffic.set(hash, values, is_bound)?;
+        let series = used.0.clone();
+        self.by_hash.entry(hash).or_default().push(used);
+        self.count += 1;
+        Some(series)
     }
-}
-
-fn reporter(direction: Direction) -> &'static str {
-    match direction {
-        Direction::Outbound => "source",
-        Direction::Inbound => "destination",
-    }
-}
-
-fn policy(security: Security) -> &'static str {
-    match security {
-        Security::mutual_tls => "mutual_tls",
-        Security::unknown => "unknown",
-    }
-}
-
-fn values<'a>(
-    direction: Direction,
-    security: Security,
-    facts: &'a Facts,
-    principals: &Principals<'a>,
-) -> Values<'a> {
-    /// Controller, canonical name and revision, namespace, cluster, region, zone.
-    fn of(party: &Party) -> [&str; 7] {
-        let Some(workload) = party.of.as_deref() else {
-            let namespace = party.namespace.as_deref().unwrap_or_default();
-            return [
-                party.workload.as_deref().unwrap_or_default(),
-                "",
-                "",
-                namespace,
-                "",
-                "",
-                "",
-            ];
-        };
-        let Workload {
-            workload_name,
-            canonical_name,
-            canonical_revision,
-            namespace,
-            cluster_id,
-            locality,
-            ..
-        } = workload;
-        [
-            workload_name,
-            canonical_name,
-            canonical_revision,
-            namespace,
-            cluster_id,
-            &locality.region,
-            &locality.zone,
-        ]
-    }
-    let [
-        s_name,
-        s_canonical,
-        s_revision,
-        s_namespace,
-        s_cluster,
-        s_region,
-        s_zone,
-    ] = of(&facts.source);
-    let [
-        d_name,
-        d_canonical,
-        d_revision,
-        d_namespace,
-        d_cluster,
-        d_region,
-        d_zone,
-    ] = of(&facts.destination);
-    let [s_domain, s_owner, s_account] = principals.source;
-    let [d_domain, d_owner, d_account] = principals.destination;
-    let service = facts.service.as_deref();
-    let [host, host_namespace, service_name] = service.map_or([""; 3], |service| {
-        [&service.host.hostname, &service.host.namespace, &service.name]
-    });
-    [
-        reporter(direction),
-        s_name,
-        s_canonical,
-        s_revision,
-        s_namespace,
-        s_domain,
-        s_owner,
-        s_account,
-        s_cluster,
-        host,
-        host_namespace,
-        service_name,
-        d_name,
-        d_canonical,
-        d_revision,
-        d_namespace,
-        d_domain,
-        d_owner,
-        d_account,
-        d_cluster,
-        policy(security),
-        s_region,
-        s_zone,
-        d_region,
-        d_zone,
-    ]
-}
-
-fn without_names(direction: Direction, security: Security) -> Values<'static> {
-    let mut values = [""; 25];
-    values[0] = reporter(direction);
-    values[20] = policy(security);
-    values
 }
 
 /// A set's labels as they are written, all but the one value that differs within it. Written once, copied by each scrape.
@@ -358,81 +353,70 @@ struct Text {
 }
 
 impl Text {
-    fn of(values: &Values<'_>) -> Self {
-        let [
+    fn of(values: &Values<&str>) -> Self {
+        let Values {
             reporter,
-            s_name,
-            s_canonical,
-            s_revision,
-            s_namespace,
-            s_domain,
-            s_owner,
-            s_account,
-            s_cluster,
-            host,
-            host_namespace,
-            service_name,
-            d_name,
-            d_canonical,
-            d_revision,
-            d_namespace,
-            d_domain,
-            d_owner,
-            d_account,
-            d_cluster,
+            source,
+            service: [host, host_namespace, service_name],
+            destination,
             security,
-            locality @ ..,
-        ] = *values;
-        let principal = |domain: &str, namespace: &str, account: &str| {
-            if domain.is_empty() {
-                return String::new();
-            }
-            format!("spiffe://{domain}/ns/{namespace}/sa/{account}")
-        };
-        let s_principal = principal(s_domain, s_owner, s_account);
-        let d_principal = principal(d_domain, d_owner, d_account);
-        let before = labels(&[
-            ("reporter", reporter),
-            ("source_workload", s_name),
-            ("source_canonical_service", s_canonical),
-            ("source_canonical_revision", s_revision),
-            ("source_workload_namespace", s_namespace),
-            ("source_principal", &s_principal),
-            ("source_app", s_canonical),
-            ("source_version", s_revision),
-            ("source_cluster", s_cluster),
-            ("destination_service", host),
-            ("destination_service_namespace", host_namespace),
-            ("destination_service_name", service_name),
-            ("destination_workload", d_name),
-            ("destination_canonical_service", d_canonical),
-            ("destination_canonical_revision", d_revision),
-            ("destination_workload_namespace", d_namespace),
-            ("destination_principal", &d_principal),
-            ("destination_app", d_canonical),
-            ("destination_version", d_revision),
-            ("destination_cluster", d_cluster),
-            ("request_protocol", "tcp"),
-        ]);
+        } = values;
+        let mut before = String::new();
+        write_labels(&mut before, "", &[("reporter", reporter)]);
+        source.write(&mut before, "source_");
+        let service = [
+            ("service", *host),
+            ("service_namespace", host_namespace),
+            ("service_name", service_name),
+        ];
+        write_labels(&mut before, "destination_", &service);
+        destination.write(&mut before, "destination_");
+        write_labels(&mut before, "", &[("request_protocol", "tcp")]);
+        before.push_str(",response_flags");
         // As Istio has it: nobody knows where those are of whom the mesh knows nothing.
-        let is_known = !(s_canonical.is_empty() && d_canonical.is_empty());
-        let [s_region, s_zone, d_region, d_zone] = locality;
-        let (after, last) = if is_known {
-            let after = labels(&[
-                ("connection_security_policy", security),
-                ("source_region", s_region),
-                ("source_zone", s_zone),
-                ("destination_region", d_region),
-            ]);
-            (format!("{after},destination_zone"), d_zone)
+        let is_known = !(source.canonical_name.is_empty() && destination.canonical_name.is_empty());
+        let mut after = String::new();
+        let last = if is_known {
+            let rest = [
+                ("connection_security_policy", *security),
+                ("source_region", source.region),
+                ("source_zone", source.zone),
+                ("destination_region", destination.region),
+            ];
+            write_labels(&mut after, "", &rest);
+            after.push_str(",destination_zone");
+            destination.zone
         } else {
-            ("connection_security_policy".to_owned(), security)
+            after.push_str("connection_security_policy");
+            security
         };
         Self {
-            before: format!("{before},response_flags").into(),
+            before: before.into(),
             after: after.into(),
             last: or_unknown(last).into(),
         }
+    }
+}
+
+impl Side<&str> {
+    /// Writes its labels, but for its place.
+    fn write(&self, text: &mut String, prefix: &str) {
+        let [domain, namespace, account] = self.principal;
+        let principal = match domain {
+            "" => String::new(),
+            _ => format!("spiffe://{domain}/ns/{namespace}/sa/{account}"),
+        };
+        let labels = [
+            ("workload", self.workload),
+            ("canonical_service", self.canonical_name),
+            ("canonical_revision", self.canonical_revision),
+            ("workload_namespace", self.namespace),
+            ("principal", &principal),
+            ("app", self.canonical_name),
+            ("version", self.canonical_revision),
+            ("cluster", self.cluster),
+        ];
+        write_labels(text, prefix, &labels);
     }
 }
 
@@ -440,12 +424,11 @@ fn or_unknown(value: &str) -> &str {
     if value.is_empty() { "unknown" } else { value }
 }
 
-fn labels(labels: &[(&str, &str)]) -> String {
-    let mut text = String::new();
-    for (index, (name, value)) in labels.iter().enumerate() {
-        let comma = if index == 0 { "" } else { "," };
+fn write_labels(text: &mut String, prefix: &str, labels: &[(&str, &str)]) {
+    for (name, value) in labels {
+        let comma = if text.is_empty() { "" } else { "," };
         // Writing to a String does not fail.
-        let _ = write!(text, "{comma}{name}=\"");
+        let _ = write!(text, "{comma}{prefix}{name}=\"");
         for c in or_unknown(value).chars() {
             match c {
                 '\\' => text.push_str("\\\\"),
@@ -456,7 +439,6 @@ fn labels(labels: &[(&str, &str)]) -> String {
         }
         text.push('"');
     }
-    text
 }
 
 /// A set's labels with one value of `response_flags`.

@@ -19,7 +19,7 @@ fn opened(recorder: &Arc<Recorder>, direction: Direction) -> Box<Record> {
     let mut record = Record::new(recorder, direction, src());
     record.facts().dst = Some("10.0.0.1:15008".parse().unwrap());
     record.facts().hbone_dst = Some("10.0.0.1:8080".to_owned());
-    record.open(Security::mutual_tls);
+    record.open(Security::MutualTls);
     record
 }
 

@@ -5,7 +5,7 @@ use std::{net::SocketAddr, sync::Arc, time::SystemTime};
 use serde::Serialize;
 
 use super::{
-    super::record::{Direction, Party, Security},
+    super::record::{Party, Security},
     Ended, Flag, Flow,
 };
 use crate::telemetry::logs;
@@ -117,7 +117,7 @@ impl FlowView {
     fn of(flow: &Flow, state: &'static str, millis: u128, flag: Flag, error: Option<&str>) -> Self {
         let facts = &flow.facts;
         let open = flow.open.as_ref();
-        let is_secure = open.is_some_and(|open| open.security == Security::mutual_tls);
+        let is_secure = open.is_some_and(|open| open.security == Security::MutualTls);
         Self {
             id: flow.id,
             direction: flow.direction.as_str(),
@@ -125,7 +125,7 @@ impl FlowView {
             duration_ms: u64::try_from(millis).unwrap_or(u64::MAX),
             state,
             security: open.map(|_| match is_secure {
-                true => "mutual_tls",
+                true => Security::MutualTls.as_str(),
                 false if facts.same_node => "same_node",
                 false => "plaintext",
             }),
@@ -167,15 +167,6 @@ impl From<&Party> for PartyView {
             workload: party.workload.as_deref().map(str::to_owned),
             namespace: party.namespace.as_deref().map(str::to_owned),
             identity: party.identity.as_ref().map(ToString::to_string),
-        }
-    }
-}
-
-impl Direction {
-    pub(in super::super) fn as_str(self) -> &'static str {
-        match self {
-            Self::Outbound => "outbound",
-            Self::Inbound => "inbound",
         }
     }
 }

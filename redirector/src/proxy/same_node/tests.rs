@@ -399,7 +399,7 @@ async fn relayed(world: &World) -> (TcpStream, TcpStream, impl Future<Output = (
     for direction in [Direction::Outbound, Direction::Inbound] {
         let end = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
         let mut record = Record::new(&world.web.recorder, direction, client());
-        record.open(Security::unknown);
+        record.open(Security::Unknown);
         legs.push((end, (Leg::new(listener.accept().await.unwrap().0), record)));
     }
     let flow = Flow {

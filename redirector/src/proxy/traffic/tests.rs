@@ -37,7 +37,7 @@ fn facts(from: &str) -> Facts {
 fn labels_are_istios_in_their_order() {
     let (traffic, pod) = (Traffic::default(), OfPod::default());
     let facts = facts("web");
-    let series = pod.series(&traffic, Direction::Outbound, Security::mutual_tls, &facts);
+    let series = pod.series(&traffic, Direction::Outbound, Security::MutualTls, &facts);
     series.opened.fetch_add(1, Ordering::Relaxed);
     series.end(Flag::None);
     let host = &facts.service.as_ref().unwrap().host;
@@ -65,11 +65,11 @@ fn labels_are_istios_in_their_order() {
 #[test]
 fn in_plain_nobody_has_proven_who_calls_and_the_unknown_have_no_place() {
     let (traffic, pod) = (Traffic::default(), OfPod::default());
-    pod.series(&traffic, Direction::Inbound, Security::unknown, &facts("web"));
+    pod.series(&traffic, Direction::Inbound, Security::Unknown, &facts("web"));
     let told = text(&traffic);
     assert!(told.contains("source_principal=\"unknown\""), "{told}");
     let (traffic, pod) = (Traffic::default(), OfPod::default());
-    pod.series(&traffic, Direction::Inbound, Security::unknown, &Facts::default());
+    pod.series(&traffic, Direction::Inbound, Security::Unknown, &Facts::default());
     let told = text(&traffic);
     let end = "request_protocol=\"tcp\",response_flags=\"-\",connection_security_policy=\"unknown\"} 0";
     assert!(told.contains(end), "{told}");
@@ -78,7 +78,7 @@ fn in_plain_nobody_has_proven_who_calls_and_the_unknown_have_no_place() {
 #[test]
 fn an_end_is_counted_by_its_flag_and_a_failure_twice() {
     let (traffic, pod) = (Traffic::default(), OfPod::default());
-    let series = pod.series(&traffic, Direction::Inbound, Security::unknown, &Facts::default());
+    let series = pod.series(&traffic, Direction::Inbound, Security::Unknown, &Facts::default());
     for flag in [Flag::None, Flag::Deny, Flag::Deny] {
         series.end(flag);
     }
@@ -102,7 +102,7 @@ fn sets_are_shared_by_pods_and_go_with_the_last() {
     let traffic = Traffic::default();
     let (one, other) = (OfPod::default(), OfPod::default());
     let of = |pod: &OfPod, from: &str| {
-        pod.series(&traffic, Direction::Outbound, Security::mutual_tls, &facts(from))
+        pod.series(&traffic, Direction::Outbound, Security::MutualTls, &facts(from))
     };
     assert!(Arc::ptr_eq(&of(&one, "web"), &of(&one, "web")));
     assert!(Arc::ptr_eq(&of(&one, "web"), &of(&other, "web")));
@@ -113,6 +113,8 @@ fn sets_are_shared_by_pods_and_go_with_the_last() {
         left.contains("source_app=\"web\"") && !left.contains("source_app=\"db\""),
         "{left}"
     );
+    // As an ended connection has it that is still remembered.
+    let _remembered = of(&other, "web");
     drop(other);
     let left = text(&traffic);
     assert!(!left.contains("istio_tcp_connections_opened_total{"), "{left}");
@@ -126,7 +128,7 @@ fn what_is_beyond_the_bounds_is_counted_without_names() {
     };
     let (one, other) = (OfPod::default(), OfPod::default());
     let of = |pod: &OfPod, from: &str| {
-        pod.series(&traffic, Direction::Outbound, Security::mutual_tls, &facts(from))
+        pod.series(&traffic, Direction::Outbound, Security::MutualTls, &facts(from))
     };
     for from in ["a", "b", "c"] {
         of(&one, from);
@@ -152,7 +154,7 @@ fn what_is_beyond_the_bounds_is_counted_without_names() {
         greedy.series(
             &traffic,
             Direction::Outbound,
-            Security::mutual_tls,
+            Security::MutualTls,
             &facts(&format!("w{number}")),
         );
     }
