@@ -69,9 +69,10 @@ pub type Answer = Response<Full<Bytes>>;
 /// An answer of plain text; an empty one has no type.
 pub fn text(status: StatusCode, body: impl Into<String>) -> Answer {
     let body = body.into();
-    let mut answer = Response::new(Full::new(Bytes::from(body.clone())));
+    let is_empty = body.is_empty();
+    let mut answer = Response::new(Full::new(Bytes::from(body)));
     *answer.status_mut() = status;
-    if !body.is_empty() {
+    if !is_empty {
         let kind = header::HeaderValue::from_static("text/plain; charset=utf-8");
         answer.headers_mut().insert(header::CONTENT_TYPE, kind);
     }

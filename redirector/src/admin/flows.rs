@@ -41,7 +41,13 @@ pub(super) async fn answer(admin: &Admin, endpoint: Endpoint, request: &Request<
 }
 
 async fn ended(admin: &Admin, asked: Ended) -> Answer {
-    if let Some(after) = asked.after {
+    if let Some(after) = asked.after.filter(|_| !asked.wait.is_zero()) {
+        let Some(_place) = admin.flows.waiter() else {
+            return text(
+                StatusCode::SERVICE_UNAVAILABLE,
+                "too many wait for connections already: ask again, or without \"wait\"\n",
+            );
+        };
         let news = admin.flows.ended_since(after);
         // Nothing new, and the agent's end, are answers too.
         let _ = timeout(asked.wait, admin.stopping.run_until_cancelled(news)).await;

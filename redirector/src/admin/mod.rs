@@ -27,6 +27,7 @@ use crate::{
 
 pub mod client;
 mod flows;
+mod origin;
 
 const LIMITS: Limits = Limits {
     connections: 32,
@@ -109,14 +110,21 @@ impl Admin {
     pub async fn serve(self: Arc<Self>, endpoint: Endpoint, listener: TcpListener, stop: CancellationToken) {
         let handler = move |request| {
             let admin = Arc::clone(&self);
-            async move {
-                match flows::answer(&admin, endpoint, &request).await {
-                    Some(answer) => answer,
-                    None => admin.handle(endpoint, &request),
-                }
-            }
+            async move { admin.answer(endpoint, &request).await }
         };
         serve(Listener::Tcp(listener), LIMITS, stop, handler).await;
+    }
+
+    async fn answer(&self, endpoint: Endpoint, request: &Request<Bytes>) -> Answer {
+        if endpoint == Endpoint::Admin
+            && let Err(foreign) = origin::check(request.headers())
+        {
+            return text(StatusCode::FORBIDDEN, format!("{foreign}\n"));
+        }
+        match flows::answer(self, endpoint, request).await {
+            Some(answer) => answer,
+            None => self.handle(endpoint, request),
+        }
     }
 
     fn handle(&self, endpoint: Endpoint, request: &Request<Bytes>) -> Answer {

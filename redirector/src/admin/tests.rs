@@ -87,10 +87,7 @@ async fn ask(admin: &Admin, endpoint: Endpoint, method: &str, path: &str) -> (u1
         .uri(path)
         .body(Bytes::new())
         .unwrap();
-    let answer = match flows::answer(admin, endpoint, &request).await {
-        Some(answer) => answer,
-        None => admin.handle(endpoint, &request),
-    };
+    let answer = admin.answer(endpoint, &request).await;
     let status = answer.status().as_u16();
     let body = answer.into_body().collect().await.unwrap().to_bytes();
     (status, String::from_utf8(body.to_vec()).unwrap())
@@ -144,6 +141,37 @@ async fn each_endpoint_has_its_paths_and_methods() {
         (200, "shutdown now\n".to_owned())
     );
     assert!(fixture.admin.quit.is_cancelled());
+}
+
+#[tokio::test]
+async fn pages_of_others_stop_no_agent_and_scrapes_by_name_go_on() {
+    let admin = fixture().admin;
+    let answer = async |endpoint, method: &str, path: &str| {
+        let request = Request::builder().method(method).uri(path);
+        let request = request.header("host", "node-a.example:15000").body(Bytes::new());
+        admin.answer(endpoint, &request.unwrap()).await.status()
+    };
+    for (method, path) in [("POST", "/quitquitquit"), ("GET", "/flows"), ("GET", "/pods")] {
+        let status = answer(Endpoint::Admin, method, path).await;
+        assert_eq!(status, StatusCode::FORBIDDEN, "{method} {path}");
+    }
+    assert!(!admin.quit.is_cancelled());
+    assert_eq!(answer(Endpoint::Metrics, "GET", "/metrics").await, StatusCode::OK);
+}
+
+#[tokio::test(start_paused = true)]
+async fn those_that_wait_leave_room_for_others() {
+    let admin = fixture().admin;
+    let ask = || ask(&admin, Endpoint::Admin, "GET", "/flows?after=0&wait=20");
+    let waiting = futures_util::future::join_all((0..8).map(|_| ask()));
+    let asked = async {
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        ask().await
+    };
+    let (answers, (status, body)) = tokio::join!(waiting, asked);
+    assert_eq!(status, 503, "{body}");
+    assert!(answers.iter().all(|(status, _)| *status == 200), "{answers:?}");
+    assert_eq!(ask().await.0, 200, "their places are free again");
 }
 
 #[tokio::test]

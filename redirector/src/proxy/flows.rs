@@ -13,7 +13,10 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use tokio::{sync::Notify, time::Instant};
+use tokio::{
+    sync::{Notify, Semaphore, SemaphorePermit},
+    time::Instant,
+};
 
 use super::{
     failure::Flag,
@@ -28,6 +31,9 @@ pub use self::view::{ConnectionsView, FlowsView};
 
 /// Ended connections that are kept: some seconds of a busy node, at some 500 bytes each, with what they hold of the mesh.
 const KEPT: usize = 4_096;
+
+/// Requests that wait for connections to end, at one time.
+const WAITERS: usize = 8;
 
 /// A connection of a pod of this node. Its facts are settled before it is opened, and from then on it is shared.
 #[derive(Debug)]
@@ -100,6 +106,17 @@ pub struct Flows {
     table: Mutex<Table>,
     /// Another one has ended.
     more: Notify,
+    waiters: Waiters,
+}
+
+/// Places for those that wait for more: each holds a connection of the admin port, which others must still find free.
+#[derive(Debug)]
+struct Waiters(Semaphore);
+
+impl Default for Waiters {
+    fn default() -> Self {
+        Self(Semaphore::new(WAITERS))
+    }
 }
 
 #[derive(Debug, Default)]
@@ -191,6 +208,11 @@ impl Flows {
             (ended, next, lost)
         };
         FlowsView::of(&ended, next, lost)
+    }
+
+    /// A place to wait at; none while too many do.
+    pub fn waiter(&self) -> Option<SemaphorePermit<'_>> {
+        self.waiters.0.try_acquire().ok()
     }
 
     /// Waits until one has ended since `after`. Cancel-safe.
