@@ -5,6 +5,7 @@ use std::{
     fs,
     path::PathBuf,
     process::ExitCode,
+    sync::atomic::{AtomicBool, Ordering},
     thread,
     time::{Duration, Instant},
 };
@@ -12,7 +13,9 @@ use std::{
 use redirector_tests::{
     agent::{Agent, Options},
     app::{self, App},
+    capture::opened_ports,
     cgroup::{Cgroup, command_in},
+    cni,
     kube_api::{ANNOTATION, IMPAIRED, KubeApi},
     mesh::PORT,
     node::{Family, Node, Pod},
@@ -63,6 +66,10 @@ fn main() -> ExitCode {
         case(
             "an_agent_that_starts_brings_pods_to_what_is_said",
             an_agent_that_starts_brings_pods_to_what_is_said,
+        ),
+        case(
+            "a_pod_that_was_told_of_without_its_uid_gets_it",
+            a_pod_that_was_told_of_without_its_uid_gets_it,
         ),
         case(
             "a_name_and_addresses_that_come_back_are_another_pod",
@@ -525,6 +532,64 @@ fn an_agent_that_starts_brings_pods_to_what_is_said() {
     assert!(world.agent.stop().success());
     for pod in [stays, comes] {
         assert_eq!(world.api.told(pod), None, "{}", pod.name);
+    }
+}
+
+fn a_pod_that_was_told_of_without_its_uid_gets_it() {
+    let (mut world, pods) = World::new(&["client", "server"]);
+    let [client, server] = pods.as_slice() else {
+        unreachable!()
+    };
+    let with_api = Options {
+        environment: world.api.environment(),
+        ..Options::default()
+    };
+    world.agent.stop();
+    world.agent.restart_with(&world.node, Options::default());
+    for pod in &pods {
+        let mut event = cni::event(pod);
+        event.as_object_mut().unwrap().remove("PodUID");
+        let answer = world.agent.post("/cmdadd", &event.to_string());
+        assert_eq!(answer.status, 200, "{}", answer.body);
+    }
+    assert_eq!(world.agent.pods()[0]["uid"], "demo_client");
+    let app = App::start(&server.ns, (Family::V4.any(), PORT).into(), app::who);
+    let to = server.addr(Family::V4, PORT);
+    app::ask_who(&client.ns, to).expect("over HBONE");
+
+    // With the API, which knows both by their real UIDs; the client asks all the while.
+    let mut kubelet = Kubelet::new(&world.node);
+    for pod in &pods {
+        kubelet.run(&pod.uid, &pod.ns);
+        world.api.pod(pod, in_mesh());
+    }
+    let capture = world.node.capture(server);
+    world.agent.stop();
+    let changed = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            while !changed.load(Ordering::Relaxed) {
+                // While its proxy is away, it is refused.
+                let _ = app::ask_who(&client.ns, to);
+            }
+        });
+        world.agent.restart_with(&world.node, with_api);
+        for pod in &pods {
+            world.wait_captured(pod);
+            world.wait_told(pod, Some("enabled"));
+        }
+        wait::until("the connections to go on", || app::ask_who(&client.ns, to).ok());
+        changed.store(true, Ordering::Relaxed);
+    });
+    drop(app);
+    assert_eq!(opened_ports(&capture.stop()), [15008], "nothing goes in plain");
+    assert_eq!(world.agent.pods().len(), 2, "and none is there twice");
+    assert_eq!(world.missed(), Vec::<Value>::new());
+    // What was handed over is released as all else.
+    for pod in &pods {
+        world.api.change(pod, out_of_mesh());
+        world.wait_released(pod);
+        world.wait_told(pod, None);
     }
 }
 

@@ -37,6 +37,7 @@ use crate::{
 };
 
 mod entry;
+mod owners;
 
 use self::entry::{Entry, Fault, Job, Request};
 
@@ -288,34 +289,6 @@ impl<L: Launch> Lifecycle<L> {
                 warn!(error = %Chain(&error), "cannot look for what an earlier agent left; trying again");
             }
         }
-    }
-
-    fn enqueue_add(&mut self, add: PodAdd, reply: Option<Reply>) {
-        let (uid, netns) = (add.info.uid.clone(), add.netns.id());
-        if let Some(owner) = self.owner_of(netns, &uid) {
-            let error = Error::Duplicate { netns, owner };
-            warn!(%uid, error = %Chain(&error), "cannot capture the pod");
-            self.metrics.failed.inc();
-            if add.on_failure == OnFailure::Retry {
-                self.table.entry(uid).or_default().retry = Some((add, error.to_string()));
-            }
-            return answer(reply, Err(error));
-        }
-        self.enqueue(uid, Request::Add(add), reply);
-    }
-
-    /// The other pod that has `netns`, or is about to.
-    fn owner_of(&self, netns: NetnsId, uid: &PodUid) -> Option<PodUid> {
-        let wants = |request: &Request| matches!(request, Request::Add(add) | Request::Check(add) if add.netns.id() == netns);
-        let owns = |entry: &Entry<L::Proxy>| {
-            entry.pod.as_ref().is_some_and(|pod| pod.add.netns.id() == netns)
-                || entry.job.as_ref().is_some_and(|job| wants(&job.request))
-                || entry.queue.iter().any(|(request, _)| wants(request))
-        };
-        self.table
-            .iter()
-            .find(|(other, entry)| *other != uid && owns(entry))
-            .map(|(other, _)| other.clone())
     }
 
     fn enqueue(&mut self, uid: PodUid, request: Request, reply: Option<Reply>) {

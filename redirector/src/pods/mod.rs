@@ -173,6 +173,9 @@ pub enum Error {
     /// The backend could not attach.
     #[error("cannot capture the pod's traffic")]
     Attach(#[source] redirect::Error),
+    /// What is in place could not be given the pod's real UID.
+    #[error("cannot give the pod its real UID")]
+    Rename(#[source] redirect::Error),
     /// The backend refuses rules that have come since the pod was captured.
     #[error("the pod's newest rules are refused, and those from before stay in force")]
     NewRules(#[source] Box<Error>),

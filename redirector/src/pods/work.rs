@@ -83,8 +83,20 @@ impl<L: Launch> Worker<L> {
             }
         };
         let mut before = None;
-        if let Some(old) = old {
-            if old.add.netns.id() == add.netns.id() && old.add.info == add.info {
+        if let Some(mut old) = old {
+            // Its proxy has the UID, too.
+            let renamed = old.add.info.uid != add.info.uid;
+            if renamed {
+                if let Err(error) = self.rename(&old.add, &add.info.uid).await {
+                    return Done {
+                        pod: Some(old),
+                        result: Err(error),
+                    };
+                }
+                old.add.info.uid = add.info.uid.clone();
+                old.network.uid = add.info.uid.clone();
+            }
+            if !renamed && old.add.netns.id() == add.netns.id() && old.add.info == add.info {
                 if old.add.rules != add.rules {
                     return self.change_rules(old, add, network).await;
                 }
@@ -130,6 +142,24 @@ impl<L: Launch> Worker<L> {
                 result: Err(error),
             },
         }
+    }
+
+    /// Gives what is in place for a pod, and its record, another UID: it stays captured all the while.
+    async fn rename(self: &Arc<Self>, add: &PodAdd, to: &PodUid) -> Result<(), Error> {
+        let (worker, from, to) = (Arc::clone(self), add.info.uid.clone(), to.clone());
+        let mut add = add.clone();
+        add.info.uid = to.clone();
+        let rename = move || {
+            // First, so that whenever it is cut off there is a record.
+            worker.records.save(&Record::of(&add)).map_err(Error::Record)?;
+            worker.redirector.rename(&from, &to).map_err(Error::Rename)?;
+            if let Err(error) = worker.records.remove(&from) {
+                // The next agent finds both, and that they are of one pod.
+                warn!(uid = %from, error = %Chain(&error), "the record under the pod's former UID stays");
+            }
+            Ok(())
+        };
+        blocking("give the pod its real UID", rename).await
     }
 
     /// Captures a pod as it was before a change that failed.

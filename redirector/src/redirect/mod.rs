@@ -125,6 +125,9 @@ pub trait Redirector: Send + Sync {
     /// Removes what an earlier agent left for a pod that is no longer here.
     fn forget(&self, uid: &PodUid) -> Result<(), Vec<Error>>;
 
+    /// The pod `from` has the UID `to`, which nothing is in place for, from now on. What is in place for it stays so all the while.
+    fn rename(&self, from: &PodUid, to: &PodUid) -> Result<(), Error>;
+
     /// The pods for which something is in place, whoever attached them.
     fn attached(&self) -> Result<Vec<PodUid>, Error>;
 

@@ -82,6 +82,10 @@ impl Redirector for Moved {
         both(self.now.forget(uid), self.let_go(uid, None))
     }
 
+    fn rename(&self, from: &PodUid, to: &PodUid) -> Result<(), Error> {
+        self.now.rename(from, to)
+    }
+
     fn attached(&self) -> Result<Vec<PodUid>, Error> {
         let mut uids = self.now.attached()?;
         for before in &self.before {

@@ -56,6 +56,10 @@ impl Redirector for NoRedirect {
         Ok(())
     }
 
+    fn rename(&self, _from: &PodUid, _to: &PodUid) -> Result<(), Error> {
+        Ok(())
+    }
+
     fn attached(&self) -> Result<Vec<PodUid>, Error> {
         Ok(Vec::new())
     }

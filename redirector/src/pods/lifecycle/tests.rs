@@ -21,6 +21,7 @@ use crate::{
 };
 
 mod looks;
+mod owners;
 mod retries;
 mod stopping;
 
@@ -135,6 +136,15 @@ impl Redirector for World {
     fn forget(&self, uid: &PodUid) -> Result<(), Vec<redirect::Error>> {
         self.attached.lock().unwrap().remove(uid);
         self.step("forget", uid).map_err(|error| vec![error])
+    }
+
+    fn rename(&self, from: &PodUid, to: &PodUid) -> Result<(), redirect::Error> {
+        self.step("rename", from)?;
+        let mut attached = self.attached.lock().unwrap();
+        if attached.remove(from) {
+            attached.insert(to.clone());
+        }
+        Ok(())
     }
 
     fn attached(&self) -> Result<Vec<PodUid>, redirect::Error> {

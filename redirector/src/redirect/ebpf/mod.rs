@@ -45,7 +45,7 @@ mod trie;
 
 use std::{
     collections::HashMap,
-    io,
+    fs, io,
     net::SocketAddr,
     os::fd::BorrowedFd,
     path::{Path, PathBuf},
@@ -63,7 +63,7 @@ use self::{
     look::{Known, Listening},
     object::Object,
     others::{Sockets, Trusted},
-    pins::{Build, Pins},
+    pins::{Build, Instance, Pins},
     plan::Plan,
     routes::ROUTING,
     shared::Shared,
@@ -294,6 +294,25 @@ impl Redirector for Ebpf {
     fn forget(&self, uid: &PodUid) -> Result<(), Vec<Error>> {
         self.known().remove(uid);
         self.remove(uid, None)
+    }
+
+    fn rename(&self, from: &PodUid, to: &PodUid) -> Result<(), Error> {
+        self.known().remove(from);
+        self.known().remove(to);
+        for before in self.pins.of(from)? {
+            let after = Instance {
+                uid: to.clone(),
+                ..before.clone()
+            };
+            fs::rename(before.directory(), after.directory()).map_err(|error| {
+                let (before, after) = (before.directory(), after.directory());
+                Error::new(
+                    format!("renaming {} to {}", before.display(), after.display()),
+                    error,
+                )
+            })?;
+        }
+        Ok(())
     }
 
     fn attached(&self) -> Result<Vec<PodUid>, Error> {

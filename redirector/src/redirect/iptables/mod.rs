@@ -355,6 +355,11 @@ impl Redirector for Iptables {
         self.removal().of_pod(uid, None)
     }
 
+    fn rename(&self, from: &PodUid, to: &PodUid) -> Result<(), Error> {
+        self.looked().remove(from);
+        self.records.rename(from, to)
+    }
+
     fn attached(&self) -> Result<Vec<PodUid>, Error> {
         self.records.uids()
     }

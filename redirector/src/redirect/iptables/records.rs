@@ -160,6 +160,17 @@ impl Records {
         }
     }
 
+    /// Gives the record of a pod another name; there need be none.
+    pub(super) fn rename(&self, from: &PodUid, to: &PodUid) -> Result<(), Error> {
+        match fs::rename(self.path(from), self.path(to)) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(Error::new(
+                format!("renaming {}", self.path(from).display()),
+                error,
+            )),
+            _ => Ok(()),
+        }
+    }
+
     /// Removes the record of a pod; there need be none.
     pub(super) fn remove(&self, uid: &PodUid) -> Result<(), Error> {
         match fs::remove_file(self.path(uid)) {
