@@ -406,6 +406,7 @@ fn build_redirector(config: &Config) -> Result<Arc<dyn Redirector>, Error> {
                 bpffs_dir: config.bpffs_dir.clone(),
                 force_clsact: config.force_clsact,
                 force_source_port: config.force_source_port,
+                rcu_expedited: config.rcu_expedited,
                 probes: config.probe_sources.clone(),
             })?),
             Redirect::Iptables => Box::new(iptables::Iptables::open(&config.iptables())?),

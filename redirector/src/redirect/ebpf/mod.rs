@@ -12,6 +12,7 @@
 //! - `routes`: which policy routes and sysctls it wants in the pod
 //! - `instances`: a pod's own programs and what they rest on, made and replaced
 //! - `facts`: what is known of the pods' instances, of whatever build
+//! - `rcu`: the kernel's waiting while links are attached, cut short
 //! - `plan`: what an attachment is made from
 //! - `look`: whether a pod is still as it was left
 //! - [`leftovers`]: what is left of all that, and its removal
@@ -34,6 +35,7 @@ pub mod observe;
 mod others;
 mod pins;
 mod plan;
+mod rcu;
 mod reroute;
 mod routes;
 mod shared;
@@ -65,6 +67,7 @@ use self::{
     others::{Sockets, Trusted},
     pins::{Build, Pins},
     plan::Plan,
+    rcu::GracePeriods,
     routes::ROUTING,
     shared::Shared,
     spares::Spares,
@@ -91,6 +94,8 @@ pub struct Config {
     pub force_clsact: bool,
     /// Tell the proxy's own dials by their source port even where the kernel tells their device.
     pub force_source_port: bool,
+    /// Cut the kernel's waiting short while TCX links are attached and removed, by its switch `rcu_expedited`.
+    pub rcu_expedited: bool,
     /// Whose connections from this node are left alone.
     pub probes: Sources,
 }
@@ -101,6 +106,7 @@ impl Default for Config {
             bpffs_dir: "/sys/fs/bpf/redirector".into(),
             force_clsact: false,
             force_source_port: false,
+            rcu_expedited: true,
             probes: Sources::None,
         }
     }
@@ -113,6 +119,7 @@ pub struct Ebpf {
     object: Object,
     shared: Shared,
     tc_mode: TcMode,
+    grace_periods: GracePeriods,
     tags: Mutex<TagMap>,
     store: Mutex<Store>,
     spares: Spares,
@@ -167,6 +174,8 @@ impl Ebpf {
             }
         }
         let tc_mode = TcMode::of_kernel(config.force_clsact);
+        let grace_periods =
+            GracePeriods::of_node(&pins.shared(), config.rcu_expedited && tc_mode == TcMode::Tcx);
         let tags = open_map(&pins.shared(), layout::TAGS, TagMap::new)?;
         let store = Store::open(&build)?;
         let node =
@@ -184,6 +193,7 @@ impl Ebpf {
             object,
             shared,
             tc_mode,
+            grace_periods,
             tags: Mutex::new(tags),
             store: Mutex::new(store),
             spares: Spares::default(),
