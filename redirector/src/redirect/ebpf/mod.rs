@@ -75,7 +75,7 @@ use self::{
     trie::Compiled,
 };
 use super::{
-    Count, Error, Marks, PodNetwork, Redirector, Serving,
+    Attached, Count, Error, Marks, PodNetwork, Redirector, Serving,
     maps::{CgroupSet, TagMap},
     probers::{Search, Sources, View},
     rules::Rules,
@@ -232,7 +232,7 @@ impl Redirector for Ebpf {
         plan::too_many(&Compiled::of(rules))
     }
 
-    fn attach(&self, pod: &PodNetwork, serving: Serving<'_>) -> Result<(), Error> {
+    fn attach(&self, pod: &PodNetwork, serving: Serving<'_>) -> Result<Attached, Error> {
         if let Serving::Others(peers) = &serving {
             // Before its listeners are given anything: what it opens then is to leave.
             let mut trusted = self.trusted.lock().unwrap_or_else(PoisonError::into_inner);
@@ -244,7 +244,7 @@ impl Redirector for Ebpf {
             && known.still_holds(pod, &listening, self.tc_mode)
             && self.still_has_dns(pod, known.slot)?
         {
-            return Ok(());
+            return Ok(known.attached.clone());
         }
         self.known().remove(&pod.uid);
         let sockets = match (&serving, &listening) {
@@ -258,12 +258,13 @@ impl Redirector for Ebpf {
                 .map_err(|error| Error::new("tagging a listener", error))?;
         }
         let (instance, programs) = self.attach_anew(pod, &plan, &sockets)?;
+        let attached = Attached { lacks: sockets.lack };
         let sysctls = match in_netns(&pod.netns, || ROUTING.open_sysctls(plan.v6)) {
             Ok(sysctls) => sysctls,
             Err(error) => {
                 // It is captured, and is only not known to be: each look takes the long way.
                 tracing::warn!(uid = %pod.uid, %error, "the pod can't be looked at cheaply");
-                return Ok(());
+                return Ok(attached);
             }
         };
         let known = Known {
@@ -276,9 +277,10 @@ impl Redirector for Ebpf {
             listening,
             programs,
             sysctls,
+            attached: attached.clone(),
         };
         self.known().insert(pod.uid.clone(), Arc::new(known));
-        Ok(())
+        Ok(attached)
     }
 
     fn release(&self, pod: &PodNetwork) -> Result<(), Error> {
