@@ -16,6 +16,9 @@ pub const NODE: &str = "node-a";
 /// The annotation that agents write.
 pub const ANNOTATION: &str = "ambient.istio.io/redirection";
 
+/// The one that says what a captured pod's capture lacks.
+pub const IMPAIRED: &str = "redirector.io/impaired";
+
 /// What enrols a pod.
 pub fn in_mesh() -> Value {
     json!({ "metadata": { "labels": { "istio.io/dataplane-mode": "ambient" } } })
@@ -46,8 +49,13 @@ pub trait Cluster {
     /// Deletes a pod.
     fn delete(&self, pod: &Pod);
 
-    /// What the pod's annotation tells.
-    fn told(&self, pod: &Pod) -> Option<String>;
+    /// What an annotation of the pod says.
+    fn annotation(&self, pod: &Pod, name: &str) -> Option<String>;
+
+    /// Whether the pod is captured, as agents tell.
+    fn told(&self, pod: &Pod) -> Option<String> {
+        self.annotation(pod, ANNOTATION)
+    }
 
     /// The patches that agents have sent.
     fn patches(&self) -> Vec<Value>;

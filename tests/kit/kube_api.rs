@@ -17,7 +17,7 @@ use tokio::{runtime::Runtime, sync::mpsc};
 
 use crate::{
     api_server::{Body, StreamingResponder, kubeconfig, serve_streams, status, unauthorized},
-    cluster::{ANNOTATION, Cluster, NODE},
+    cluster::{Cluster, NODE},
     grpc::Credentials,
     node::{Family, Node, Pod},
 };
@@ -107,10 +107,10 @@ impl Cluster for KubeApi {
         self.state().delete(&key(pod));
     }
 
-    fn told(&self, pod: &Pod) -> Option<String> {
+    fn annotation(&self, pod: &Pod, name: &str) -> Option<String> {
         let state = self.state();
         let object = state.objects.get(&("pods", key(pod)))?;
-        Some(object["metadata"]["annotations"][ANNOTATION].as_str()?.to_owned())
+        Some(object["metadata"]["annotations"][name].as_str()?.to_owned())
     }
 
     fn patches(&self) -> Vec<Value> {

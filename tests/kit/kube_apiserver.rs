@@ -20,7 +20,7 @@ use crate::{
     api_server::{kubeconfig, sign},
     ca,
     chart::text,
-    cluster::{ANNOTATION, Cluster, NODE},
+    cluster::{Cluster, NODE},
     grpc::{Credentials, NAME},
     kube_api::{environment, merge, object},
     netns::Namespace,
@@ -435,9 +435,9 @@ impl Cluster for KubeApiserver {
         self.ask("DELETE", &format!("{}?gracePeriodSeconds=0", path(pod)), None);
     }
 
-    fn told(&self, pod: &Pod) -> Option<String> {
+    fn annotation(&self, pod: &Pod, name: &str) -> Option<String> {
         let object = self.ask("GET", &path(pod), None);
-        Some(object["metadata"]["annotations"][ANNOTATION].as_str()?.to_owned())
+        Some(object["metadata"]["annotations"][name].as_str()?.to_owned())
     }
 
     fn patches(&self) -> Vec<Value> {

@@ -306,6 +306,7 @@ pub fn render(address: SocketAddr, view: &PodsView, metrics: &str) -> String {
     for pod in &view.status.pods {
         let state = match pod.state {
             State::Starting => "starting",
+            State::Captured if pod.impaired => "IMPAIRED",
             State::Captured => "captured",
             State::NotCaptured => "NOT CAPTURED",
             State::Stopping => "stopping",

@@ -67,6 +67,7 @@ fn pod(state: State) -> PodStatus {
         netns_path: None,
         addresses: vec![[10, 0, 0, 1].into()],
         state,
+        impaired: false,
         strict: false,
         error: (state == State::NotCaptured).then(|| "cannot look".into()),
     }
@@ -258,9 +259,14 @@ async fn a_running_agent_tells_its_status() {
         strict: true,
         ..pod(State::Captured)
     };
+    let impaired = PodStatus {
+        impaired: true,
+        error: Some("it lacks something".into()),
+        ..pod(State::Captured)
+    };
     fixture.pods.send_replace(Status {
         synced: true,
-        pods: vec![pod(State::Captured), pod(State::NotCaptured), refused],
+        pods: vec![pod(State::Captured), pod(State::NotCaptured), refused, impaired],
     });
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
@@ -274,7 +280,8 @@ async fn a_running_agent_tells_its_status() {
     assert_eq!(view.status, *fixture.pods.borrow());
     let text = render(address, &view, &metrics);
     for expected in [
-        "backend test; pods 3",
+        "backend test; pods 4",
+        "shop/web-0  IMPAIRED  10.0.0.1  sa web  uid u-1  net:[7]  it lacks something\n",
         "reach the pods directly: those of /sys/fs/cgroup/k (kubelet's, found by its unit)\n",
         "shop/web-0  captured  10.0.0.1  sa web  uid u-1  net:[7]\n",
         "NOT CAPTURED  10.0.0.1  sa web  uid u-1  net:[7]  cannot look\n",

@@ -5,7 +5,7 @@ use std::time::Duration;
 use redirector_tests::{
     agent::Options,
     app::{self, App},
-    cluster::{ANNOTATION, Cluster, World, in_mesh, out_of_mesh},
+    cluster::{ANNOTATION, Cluster, IMPAIRED, World, in_mesh, out_of_mesh},
     kubelet::Kubelet,
     mesh::PORT,
     node::Family,
@@ -28,6 +28,10 @@ pub(crate) fn cases<C: Cluster + 'static>() -> Vec<Case> {
         case(
             "annotations_count_while_the_pod_runs",
             annotations_count_while_the_pod_runs::<C>,
+        ),
+        case(
+            "what_a_capture_lacks_is_told_on_the_pod",
+            what_a_capture_lacks_is_told_on_the_pod::<C>,
         ),
         case(
             "an_agent_that_starts_brings_pods_to_what_is_said",
@@ -182,6 +186,38 @@ fn annotations_count_while_the_pod_runs<C: Cluster>() {
     wait::until("the annotation to count", || is(false));
     app::ask_who(&client.ns, outside).expect("in plain again");
     drop(server);
+}
+
+fn what_a_capture_lacks_is_told_on_the_pod<C: Cluster>() {
+    let (world, mut pods) = World::<C>::new(&["client"]);
+    world.api.pod(&mut pods[0], in_mesh());
+    let client = &pods[0];
+    world.add(client);
+    world.wait_told(client, Some("enabled"));
+    // More addresses than a pod may have: what it opens from the last ones would not be captured.
+    let more: Vec<_> = (0..70)
+        .map(|last| format!("addr add 10.77.0.{last}/32 dev eth0"))
+        .collect();
+    client.ns.ip(&more).unwrap();
+    let impaired = || world.agent.pods()[0]["impaired"] == true;
+    let told = || world.api.annotation(client, IMPAIRED);
+    wait::until("the agent to find it", || impaired().then_some(()));
+    let why = wait::until("the pod to tell of it", told);
+    assert!(why.contains("at most 64 are supported"), "{why}");
+    // Without it, its peers would call it in plain.
+    assert_eq!(world.api.told(client).as_deref(), Some("enabled"));
+    assert_eq!(world.state(client).as_deref(), Some("captured"));
+    let warned = world
+        .agent
+        .log()
+        .matches("is not captured as it should be")
+        .count();
+    assert_eq!(warned, 1, "once, and not at each look\n{}", world.agent.log());
+    let less: Vec<_> = more.iter().map(|line| line.replace(" add ", " del ")).collect();
+    client.ns.ip(&less).unwrap();
+    wait::until("the agent to mend it", || (!impaired()).then_some(()));
+    wait::until("the pod to tell of it no more", || told().is_none().then_some(()));
+    assert_eq!(world.api.told(client).as_deref(), Some("enabled"));
 }
 
 fn an_agent_that_starts_brings_pods_to_what_is_said<C: Cluster>() {
