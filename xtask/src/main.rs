@@ -9,6 +9,7 @@ mod fuzz;
 mod image;
 mod kernel;
 mod process;
+mod sbom;
 mod test;
 mod toolchain;
 
@@ -89,6 +90,8 @@ enum Command {
         #[arg(long, value_name = "DIR")]
         files: Option<PathBuf>,
     },
+    /// What the shipped programs are made of, in CycloneDX's format, into target/sbom.cdx.json
+    Sbom,
     /// All sorts of traffic at once, for a while, with checks for what is lost or left (root)
     Soak {
         /// For how long
@@ -171,6 +174,12 @@ fn run(cli: &Cli) -> Result<()> {
         Command::Image { files: None } => {
             need_root("image")?;
             image::run(way)
+        }
+        Command::Sbom => {
+            let path = process::root().join("target/sbom.cdx.json");
+            sbom::write(&path)?;
+            println!("{}", path.display());
+            Ok(())
         }
         Command::Soak { minutes } => soak(way, *minutes),
         Command::Ci => ci::run(way),
