@@ -101,6 +101,7 @@ impl fmt::Display for Filter {
 #[derive(Debug, Clone)]
 pub struct Control {
     reload: reload::Handle<EnvFilter, Registry>,
+    start: Filter,
 }
 
 impl Control {
@@ -109,17 +110,24 @@ impl Control {
         self.reload.with_current(ToString::to_string).unwrap_or_default()
     }
 
-    /// Logs what `filter` says from now on.
-    pub fn set_filter(&self, filter: &Filter) {
-        // It was parsed before, and the subscriber lives as long as the process.
-        let _ = self.reload.reload(EnvFilter::new(&filter.0));
+    /// Logs what `filter` says from now on; where it says nothing of a module, as before.
+    pub fn add(&self, filter: &Filter) {
+        // Of two directives for one module the later counts. They were parsed before, and the subscriber lives as long as the process.
+        let _ = self
+            .reload
+            .modify(|now| *now = EnvFilter::new(format!("{now},{filter}")));
+    }
+
+    /// Logs what was logged at the start.
+    pub fn reset(&self) {
+        let _ = self.reload.reload(EnvFilter::new(&self.start.0));
     }
 
     /// A control that controls nothing.
     #[cfg(test)]
-    pub(crate) fn detached() -> (Self, impl Sized) {
-        let (layer, reload) = reload::Layer::new(EnvFilter::new("info"));
-        (Self { reload }, layer)
+    pub(crate) fn detached(start: Filter) -> (Self, impl Sized) {
+        let (layer, reload) = reload::Layer::new(EnvFilter::new(&start.0));
+        (Self { reload, start }, layer)
     }
 }
 
@@ -128,6 +136,7 @@ impl Control {
 /// # Errors
 /// When something else in the process has done so before.
 pub fn start(filter: &Filter, format: Format) -> Result<Control, TryInitError> {
+    let start = filter.clone();
     let (filter, reload) = reload::Layer::new(EnvFilter::new(&filter.0));
     let lines = tracing_subscriber::fmt::layer()
         .event_format(Line(format))
@@ -136,7 +145,7 @@ pub fn start(filter: &Filter, format: Format) -> Result<Control, TryInitError> {
         .with(filter)
         .with(lines)
         .try_init()?;
-    Ok(Control { reload })
+    Ok(Control { reload, start })
 }
 
 struct Line(Format);
