@@ -27,7 +27,10 @@ use redirector_common::consts::Mark;
 use self::rules::Rules;
 use crate::{
     mesh::pod::PodUid,
-    sys::netns::{Netns, Place},
+    sys::{
+        netns::{Netns, Place},
+        pidfd::Process,
+    },
 };
 
 /// A pod's network, as a backend needs to know it.
@@ -65,10 +68,10 @@ pub enum Serving<'a> {
 }
 
 /// A proxy that another process is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Peer {
-    /// The process; `None` where this agent does not see it.
-    pub pid: Option<u32>,
+    /// The process.
+    pub process: Process,
     /// The id of its cgroup (version 2), by which its connections are told from the applications'; `None` where it has none that can be
     /// told.
     pub cgroup: Option<u64>,
