@@ -7,6 +7,7 @@ use crate::{
     mesh::spiffe::SpiffeId,
     pods::status::PodStatus,
     redirect::probers::Rule,
+    telemetry::metrics,
 };
 
 struct Fixture {
