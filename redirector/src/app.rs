@@ -67,7 +67,7 @@ use crate::{
         restore,
         rules::{self, NodeRules, RulesFile},
         socket_file::BindError,
-        status::{self, Status},
+        status::{self, PodStatus, Status},
         zds,
         zds_server::{Proxies, ZdsServer},
     },
@@ -242,14 +242,13 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
 
     let (upkeep, probers) = Upkeep::begin(Arc::clone(&redirector)).await;
 
-    redirect::metrics::register(&mut registry, Arc::clone(&redirector));
     let flows = Arc::<Flows>::default();
     let shared = Arc::new(Shared {
         mesh: mesh.clone(),
         identities: Arc::clone(&identities),
         redirector: Arc::clone(&redirector),
         config: config.proxy(),
-        metrics: proxy_metrics(&mut registry),
+        metrics: proxy_metrics(&config, &mut registry),
         flows: Arc::clone(&flows),
         residents: proxy::Residents::default(),
         demand,
@@ -277,7 +276,7 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
     // What takes and carries out events: ended first.
     let (events, receiver) = mpsc::channel(EVENTS);
     let table = Table {
-        redirector,
+        redirector: Arc::clone(&redirector),
         records: records.clone(),
         settings,
         metrics: pod_metrics,
@@ -294,6 +293,13 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
         }
         None => table.of(PodProxies::new(shared, config.trust_domain.clone())),
     };
+    status::register_states(&mut registry, pods_status.clone());
+    let named = pods_status.clone();
+    redirect::metrics::register(&mut registry, redirector, move || {
+        let pods = &named.borrow().pods;
+        let name = |pod: &PodStatus| (pod.uid.clone(), (pod.namespace.clone(), pod.name.clone()));
+        pods.iter().map(name).collect()
+    });
     let follower = config.kubernetes_pods.as_ref().map(|pods| {
         let follower = Follower::new(Kubernetes::new(pods.cluster.clone()), pods.config.clone());
         follower.watch(&mut tasks, &serving);
@@ -317,6 +323,7 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
         logs,
         backend,
         config: serde_json::to_value(&config).unwrap_or_default(),
+        dumps: Default::default(),
         quit: quit.clone(),
         stopping: stopping.clone(),
     });
@@ -406,6 +413,7 @@ fn build_redirector(config: &Config) -> Result<Arc<dyn Redirector>, Error> {
                 bpffs_dir: config.bpffs_dir.clone(),
                 force_clsact: config.force_clsact,
                 force_source_port: config.force_source_port,
+                rcu_expedited: config.rcu_expedited,
                 probes: config.probe_sources.clone(),
             })?),
             Redirect::Iptables => Box::new(iptables::Iptables::open(&config.iptables())?),
@@ -435,8 +443,8 @@ fn build_redirector(config: &Config) -> Result<Arc<dyn Redirector>, Error> {
     build().map_err(Error::Redirect)
 }
 
-fn proxy_metrics(registry: &mut Registry) -> Arc<proxy::Metrics> {
-    let metrics = Arc::new(proxy::Metrics::default());
+fn proxy_metrics(config: &Config, registry: &mut Registry) -> Arc<proxy::Metrics> {
+    let metrics = Arc::new(proxy::Metrics::new(config.access_log()));
     metrics.register(registry);
     metrics
 }
