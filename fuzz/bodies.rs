@@ -9,6 +9,7 @@ use std::{
 use http::{HeaderMap, HeaderValue};
 
 use redirector::{
+    cni::plugin,
     discovery::{file, proto},
     mesh::{
         index::Mesh,
@@ -41,6 +42,7 @@ pub(crate) const TARGETS: &[Target] = &[
     ("baggage", baggage),
     ("proxy_header", proxy_header),
     ("xds", xds),
+    ("cni_plugin", cni_plugin),
 ];
 
 /// Runs the target of this name.
@@ -258,4 +260,43 @@ fn xds(bytes: &[u8]) {
         mesh.apply(keys[0].removal());
         assert_eq!((mesh.len(), mesh.policies()), ((0, 0), 0), "{keys:?}");
     }
+}
+
+/// CNI_ARGS, CNI_NETNS and standard input of the CNI plugin, a line each but the last. Whatever they are, it answers with one JSON
+/// document or, where the specification has it so, with nothing. Its configuration may name files and sockets, and these are not the
+/// fuzzer's to touch: commands that would are run with others in their place, and DEL, which falls back to the agent's own, not at all.
+fn cni_plugin(bytes: &[u8]) {
+    let mut lines = bytes.splitn(3, |byte| *byte == b'\n');
+    let (Some(arguments), Some(netns), Some(input)) = (lines.next(), lines.next(), lines.next()) else {
+        return;
+    };
+    let run = |command: &str, mut input: &[u8]| {
+        let environment = |name: &str| match name {
+            "CNI_COMMAND" => Some(command.to_owned()),
+            "CNI_ARGS" => Some(String::from_utf8_lossy(arguments).into_owned()),
+            "CNI_NETNS" => Some(String::from_utf8_lossy(netns).into_owned()),
+            _ => None,
+        };
+        let result = plugin::run(&environment, &mut input);
+        let text = result.as_ref().unwrap_or_else(|error| error);
+        if result.is_ok() && matches!(command, "STATUS" | "CHECK") {
+            assert_eq!(text, "", "{command}");
+            return;
+        }
+        let answer: serde_json::Value = serde_json::from_str(text).expect("one JSON document");
+        assert!(answer.is_object(), "{command}: {text}");
+        if result.is_err() {
+            assert_ne!(answer["code"], 101, "a fault of ours: {text}");
+        }
+    };
+    run("STATUS", input);
+    run("VERSION", input);
+    let Ok(serde_json::Value::Object(mut configuration)) = serde_json::from_slice(input) else {
+        return;
+    };
+    configuration.remove("logFile");
+    configuration.insert("agentSocket".to_owned(), "/nonexistent/cni.sock".into());
+    let input = serde_json::Value::Object(configuration).to_string();
+    run("ADD", input.as_bytes());
+    run("CHECK", input.as_bytes());
 }
