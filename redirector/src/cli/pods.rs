@@ -54,14 +54,17 @@ struct Wanted {
 enum Shown {
     Starting,
     Captured,
+    /// Captured, and not as it should be
+    Impaired,
     NotCaptured,
     Stopping,
 }
 
-impl From<State> for Shown {
-    fn from(state: State) -> Self {
-        match state {
+impl From<&PodStatus> for Shown {
+    fn from(pod: &PodStatus) -> Self {
+        match pod.state {
             State::Starting => Self::Starting,
+            State::Captured if pod.impaired => Self::Impaired,
             State::Captured => Self::Captured,
             State::NotCaptured => Self::NotCaptured,
             State::Stopping => Self::Stopping,
@@ -74,6 +77,7 @@ impl Shown {
         match self {
             Self::Starting => Cell::toned("starting", Tone::Warning),
             Self::Captured => Cell::toned("captured", Tone::Good),
+            Self::Impaired => Cell::toned("IMPAIRED", Tone::Bad),
             Self::NotCaptured => Cell::toned("NOT CAPTURED", Tone::Bad),
             Self::Stopping => Cell::toned("stopping", Tone::Warning),
         }
@@ -95,7 +99,7 @@ impl Wanted {
         let status = &mut view.status;
         status
             .pods
-            .retain(|pod| self.has(&pod.namespace, &pod.name, pod.state.into()));
+            .retain(|pod| self.has(&pod.namespace, &pod.name, pod.into()));
         view.missed
             .retain(|pod| self.has(&pod.namespace, &pod.name, Shown::NotCaptured));
         view
@@ -212,7 +216,7 @@ fn table(pods: &[PodStatus], missed: &[Missed], form: Form) -> Table {
     }
     let mut table = Table::new(&heads, form);
     for pod in pods {
-        let state = Shown::from(pod.state);
+        let state = Shown::from(pod);
         let addresses: Vec<_> = pod.addresses.iter().map(ToString::to_string).collect();
         let mut row = vec![
             Cell::from(&pod.namespace),
@@ -250,7 +254,7 @@ fn table(pods: &[PodStatus], missed: &[Missed], form: Form) -> Table {
 
 fn note(error: Option<&str>, state: Shown) -> Vec<Cell> {
     let tone = match state {
-        Shown::NotCaptured => Tone::Bad,
+        Shown::NotCaptured | Shown::Impaired => Tone::Bad,
         _ => Tone::Warning,
     };
     error.map(|error| Cell::toned(error, tone)).into_iter().collect()
@@ -272,6 +276,7 @@ mod tests {
             addresses: vec!["10.0.0.1".parse().unwrap(), "fd00::1".parse().unwrap()],
             state,
             strict: false,
+            impaired: false,
             error: (state == State::NotCaptured).then(|| "cannot look".to_owned()),
         }
     }
@@ -326,6 +331,21 @@ mod tests {
         ] {
             assert!(text.contains(expected), "{expected} in {text}");
         }
+    }
+
+    #[test]
+    fn a_capture_that_is_impaired_is_told_from_one_that_is_not() {
+        let impaired = PodStatus {
+            impaired: true,
+            error: Some("it lacks something".to_owned()),
+            ..pod("shop", "a", State::Captured)
+        };
+        let text = table(&[impaired.clone()], &[], Form::Table).render(Screen::default());
+        assert!(
+            text.contains("  IMPAIRED  ") && text.contains("\n    it lacks something\n"),
+            "{text}"
+        );
+        assert_eq!(Shown::from(&impaired), Shown::Impaired);
     }
 
     #[test]
