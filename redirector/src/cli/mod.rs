@@ -22,6 +22,7 @@ use crate::{
 
 mod about;
 mod certs;
+mod doctor;
 mod drain;
 mod flows;
 mod node;
@@ -62,6 +63,15 @@ enum Command {
     Certs(certs::CertsArguments),
     /// Print all that the agent tells of itself: mesh, pods, certificates and settings, as JSON
     Dump(about::DumpArguments),
+    /// Look at what an agent with these settings needs of this node, and say what mends it
+    #[command(
+        long_about = "Look at what an agent with these settings needs of this node: the kernel and its features, rights, limits, mounts, \
+                      ports, the CNI plugin, what others have in the pods, whom it asks over the network, certificates. Each is ok, a \
+                      warning, failed, or not asked where these settings don't need it, with what was seen and what mends it. The \
+                      settings are those of `agent`. Nothing is changed.\n\n\
+                      Exit codes: 0 nothing has failed; 1 something has; 2 bad usage."
+    )]
+    Doctor(Box<doctor::DoctorArguments>),
     /// Stop the agent of this node gracefully, and wait until it is gone
     #[command(
         long_about = "Stop the agent of this node gracefully, and wait until it is gone: open connections get the time to end that the \
@@ -122,6 +132,15 @@ impl Asked {
     }
 }
 
+/// What to ask, and in which form to tell the answer.
+#[derive(Debug, Clone, Copy, clap::Args)]
+struct Question {
+    #[command(flatten)]
+    asked: Asked,
+    #[command(flatten)]
+    output: output::Output,
+}
+
 fn timeout(text: &str) -> Result<Span, String> {
     match text.parse::<Span>() {
         Ok(span) if span.0.is_zero() => Err("nothing is answered in no time".to_owned()),
@@ -156,6 +175,10 @@ pub fn main() -> ExitCode {
         Command::Certs(arguments) => certs::certs(&arguments).map(|is_good| match is_good {
             true => ExitCode::SUCCESS,
             false => EXPIRING.into(),
+        }),
+        Command::Doctor(arguments) => doctor::doctor(*arguments).map(|is_well| match is_well {
+            true => ExitCode::SUCCESS,
+            false => ExitCode::FAILURE,
         }),
         Command::Dump(arguments) => done(about::dump(&arguments)),
         Command::Drain(arguments) => done(drain::drain(&arguments)),
