@@ -15,7 +15,7 @@ use clap_complete::Shell;
 use crate::{
     admin::client::{Client, TIMEOUT},
     app,
-    config::values::Span,
+    config::{reference, values::Span},
     telemetry::Chain,
     uninstall,
 };
@@ -108,6 +108,9 @@ enum Command {
         #[arg(value_enum)]
         shell: Shell,
     },
+    /// Print docs/configuration.md
+    #[command(hide = true)]
+    Reference,
     /// Print the manual page, or write those of all commands into a directory
     Man(about::ManArguments),
 }
@@ -188,6 +191,7 @@ pub fn main() -> ExitCode {
         Command::Trace(arguments) => done(node::trace(&arguments)),
         Command::Version(arguments) => done(about::version(&arguments)),
         Command::Completions { shell } => done(about::completions(shell)),
+        Command::Reference => done(output::print(reference::markdown()).map_err(Into::into)),
         Command::Man(arguments) => done(about::man(&arguments)),
     };
     result.unwrap_or_else(|error| failed(&error))
