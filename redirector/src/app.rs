@@ -67,7 +67,7 @@ use crate::{
         restore,
         rules::{self, NodeRules, RulesFile},
         socket_file::BindError,
-        status::{self, Status},
+        status::{self, PodStatus, Status},
         zds,
         zds_server::{Proxies, ZdsServer},
     },
@@ -242,7 +242,6 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
 
     let (upkeep, probers) = Upkeep::begin(Arc::clone(&redirector)).await;
 
-    redirect::metrics::register(&mut registry, Arc::clone(&redirector));
     let flows = Arc::<Flows>::default();
     let shared = Arc::new(Shared {
         mesh: mesh.clone(),
@@ -277,7 +276,7 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
     // What takes and carries out events: ended first.
     let (events, receiver) = mpsc::channel(EVENTS);
     let table = Table {
-        redirector,
+        redirector: Arc::clone(&redirector),
         records: records.clone(),
         settings,
         metrics: pod_metrics,
@@ -294,6 +293,13 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
         }
         None => table.of(PodProxies::new(shared, config.trust_domain.clone())),
     };
+    status::register_states(&mut registry, pods_status.clone());
+    let named = pods_status.clone();
+    redirect::metrics::register(&mut registry, redirector, move || {
+        let pods = &named.borrow().pods;
+        let name = |pod: &PodStatus| (pod.uid.clone(), (pod.namespace.clone(), pod.name.clone()));
+        pods.iter().map(name).collect()
+    });
     let follower = config.kubernetes_pods.as_ref().map(|pods| {
         let follower = Follower::new(Kubernetes::new(pods.cluster.clone()), pods.config.clone());
         follower.watch(&mut tasks, &serving);

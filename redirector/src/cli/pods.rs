@@ -268,6 +268,7 @@ mod tests {
             netns_path: None,
             addresses: vec!["10.0.0.1".parse().unwrap(), "fd00::1".parse().unwrap()],
             state,
+            impaired: false,
             strict: false,
             impaired: false,
             error: (state == State::NotCaptured).then(|| "cannot look".to_owned()),
@@ -298,6 +299,11 @@ mod tests {
                     pod("shop", "a", State::Captured),
                     pod("bank", "a", State::NotCaptured),
                     strict,
+                    PodStatus {
+                        impaired: true,
+                        error: Some("a listener is missing".to_owned()),
+                        ..pod("shop", "d", State::Captured)
+                    },
                 ],
             },
         }
@@ -314,11 +320,12 @@ mod tests {
             Screen::default(),
         );
         for expected in [
-            "agent at 127.0.0.1:15000: not ready: shutdown; backend test; pods 3\n",
+            "agent at 127.0.0.1:15000: not ready: shutdown; backend test; pods 4\n",
             "CNI plugin installed in /etc/cni/net.d/10-a.conflist\n",
             "shop       a     captured      -       10.0.0.1,fd00::1  web              u-a  net:[7]  -\n",
             "bank       a     NOT CAPTURED  -       10.0.0.1,fd00::1  web              u-a  net:[7]  -\n    cannot look\n",
             "shop       c     captured      strict  10.0.0.1,fd00::1  web              u-c  net:[7]  -\n    its newest rules are refused\n",
+            "shop       d     IMPAIRED      -       10.0.0.1,fd00::1  web              u-d  net:[7]  -\n    a listener is missing\n",
             "shop       m     NOT CAPTURED  -       -                 -                u-m  -        -\n    no namespace\n",
             "counters that are not zero:\n  y{z=\"1\"} 5\n",
         ] {
