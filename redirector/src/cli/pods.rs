@@ -270,7 +270,6 @@ mod tests {
             state,
             impaired: false,
             strict: false,
-            impaired: false,
             error: (state == State::NotCaptured).then(|| "cannot look".to_owned()),
         }
     }
