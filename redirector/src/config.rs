@@ -31,6 +31,7 @@ use crate::{
 pub mod cluster;
 pub mod cni;
 pub mod planes;
+pub mod reference;
 pub mod settings;
 pub mod values;
 

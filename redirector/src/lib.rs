@@ -11,7 +11,7 @@
 //! pods
 //! admin | cni | debug
 //! config
-//! app | uninstall
+//! app | uninstall | doctor
 //! cli
 //! ```
 #![deny(unsafe_code)]
@@ -24,6 +24,7 @@ pub mod config;
 pub mod control_plane;
 pub mod debug;
 pub mod discovery;
+pub mod doctor;
 pub mod identity;
 pub mod mesh;
 pub mod pods;

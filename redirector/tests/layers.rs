@@ -15,7 +15,7 @@ const LAYERS: &[&[&str]] = &[
     &["pods"],
     &["admin", "cni", "debug"],
     &["config"],
-    &["app", "uninstall"],
+    &["app", "uninstall", "doctor"],
     &["cli"],
 ];
 

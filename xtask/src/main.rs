@@ -15,7 +15,7 @@ mod toolchain;
 
 use std::{path::PathBuf, process::ExitCode};
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use clap::{Parser, Subcommand, ValueEnum};
 
 use crate::{build::Profile, kernel::Extent, process::Step, test::Total, toolchain::Way};
@@ -98,6 +98,8 @@ enum Command {
         #[arg(long, default_value_t = 10)]
         minutes: u32,
     },
+    /// Make the documentation that is made of the code: docs/configuration.md
+    Docs,
     /// What CI runs: format, lints, docs, licences, every test
     Ci,
 }
@@ -182,6 +184,7 @@ fn run(cli: &Cli) -> Result<()> {
             Ok(())
         }
         Command::Soak { minutes } => soak(way, *minutes),
+        Command::Docs => docs(),
         Command::Ci => ci::run(way),
     }
 }
@@ -236,6 +239,18 @@ fn soak(way: Option<Way>, minutes: u32) -> Result<()> {
     let step = Step::start(format!("soak, {minutes} min"));
     process::run(&mut command)?;
     step.done();
+    Ok(())
+}
+
+fn docs() -> Result<()> {
+    let program = ["--quiet", "--locked", "-p", "redirector", "--bin", "redirector"];
+    process::run(process::cargo().arg("build").args(program))?;
+    let mut reference = process::cargo();
+    reference.arg("run").args(program).args(["--", "reference"]);
+    let text = process::output(&mut reference).context("the program does not tell its settings")?;
+    let path = process::root().join("docs/configuration.md");
+    std::fs::write(&path, text).with_context(|| format!("writing {}", path.display()))?;
+    println!("{}", path.display());
     Ok(())
 }
 

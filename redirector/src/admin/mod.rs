@@ -25,6 +25,7 @@ use crate::{
     telemetry::logs,
 };
 
+pub(crate) mod certificates;
 pub mod client;
 mod dump;
 mod flows;

@@ -13,8 +13,8 @@ use clap_complete::Shell;
 use serde_json::{Value, json};
 
 use super::{
-    Arguments, Asked,
-    output::{Form, Output, print, structured},
+    Arguments, Asked, Question,
+    output::{Form, print, structured},
 };
 use crate::admin::client::Error;
 
@@ -30,9 +30,7 @@ pub(super) struct DumpArguments {
 #[derive(Debug, clap::Args)]
 pub(super) struct VersionArguments {
     #[command(flatten)]
-    asked: Asked,
-    #[command(flatten)]
-    output: Output,
+    question: Question,
 }
 
 #[derive(Debug, clap::Args)]
@@ -75,7 +73,7 @@ fn write(path: &Path, text: &str) -> io::Result<()> {
 }
 
 pub(super) fn version(arguments: &VersionArguments) -> anyhow::Result<()> {
-    let VersionArguments { asked, output } = arguments;
+    let Question { asked, output } = arguments.question;
     let own = env!("CARGO_PKG_VERSION");
     let client = asked.client();
     // No agent is no fault here.

@@ -32,7 +32,7 @@ const TELL: Duration = Duration::from_secs(5);
 pub(super) struct DrainArguments {
     #[command(flatten)]
     asked: Asked,
-    /// Longest time until the agent is gone [default: the time that it gives connections to end, and 30s]
+    /// Longest time until the agent is gone; by default the time that it gives connections to end, and 30s more
     #[arg(long, value_name = "SPAN")]
     deadline: Option<Span>,
 }

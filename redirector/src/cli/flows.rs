@@ -11,8 +11,8 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::{
-    Asked, is_pod,
-    output::{Cell, Form, Output, Screen, Table, Tone, harmless, print, structured},
+    Asked, Question, is_pod,
+    output::{Cell, Form, Screen, Table, Tone, harmless, print, structured},
     words,
 };
 use crate::admin::client::{Client, Error};
@@ -29,9 +29,7 @@ const PAUSE: Duration = Duration::from_secs(1);
 #[derive(Debug, clap::Args)]
 pub(super) struct ConnectionsArguments {
     #[command(flatten)]
-    asked: Asked,
-    #[command(flatten)]
-    output: Output,
+    question: Question,
     #[command(flatten)]
     wanted: Wanted,
 }
@@ -209,11 +207,8 @@ impl End {
 }
 
 pub(super) fn connections(arguments: &ConnectionsArguments) -> anyhow::Result<()> {
-    let ConnectionsArguments {
-        asked,
-        output,
-        wanted,
-    } = arguments;
+    let ConnectionsArguments { question, wanted } = arguments;
+    let Question { asked, output } = question;
     let client = asked.client();
     let path = format!("/connections?limit={MOST}");
     let open: Open = client.json(&path)?;

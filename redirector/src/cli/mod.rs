@@ -15,13 +15,14 @@ use clap_complete::Shell;
 use crate::{
     admin::client::{Client, TIMEOUT},
     app,
-    config::values::Span,
+    config::{reference, values::Span},
     telemetry::Chain,
     uninstall,
 };
 
 mod about;
 mod certs;
+mod doctor;
 mod drain;
 mod flows;
 mod node;
@@ -62,6 +63,15 @@ enum Command {
     Certs(certs::CertsArguments),
     /// Print all that the agent tells of itself: mesh, pods, certificates and settings, as JSON
     Dump(about::DumpArguments),
+    /// Look at what an agent with these settings needs of this node, and say what mends it
+    #[command(
+        long_about = "Look at what an agent with these settings needs of this node: the kernel and its features, rights, limits, mounts, \
+                      ports, the CNI plugin, what others have in the pods, whom it asks over the network, certificates. Each is ok, a \
+                      warning, failed, or not asked where these settings don't need it, with what was seen and what mends it. The \
+                      settings are those of `agent`. Nothing is changed.\n\n\
+                      Exit codes: 0 nothing has failed; 1 something has; 2 bad usage."
+    )]
+    Doctor(Box<doctor::DoctorArguments>),
     /// Stop the agent of this node gracefully, and wait until it is gone
     #[command(
         long_about = "Stop the agent of this node gracefully, and wait until it is gone: open connections get the time to end that the \
@@ -98,6 +108,9 @@ enum Command {
         #[arg(value_enum)]
         shell: Shell,
     },
+    /// Print docs/configuration.md
+    #[command(hide = true)]
+    Reference,
     /// Print the manual page, or write those of all commands into a directory
     Man(about::ManArguments),
 }
@@ -120,6 +133,15 @@ impl Asked {
             timeout: self.timeout.0,
         }
     }
+}
+
+/// What to ask, and in which form to tell the answer.
+#[derive(Debug, Clone, Copy, clap::Args)]
+struct Question {
+    #[command(flatten)]
+    asked: Asked,
+    #[command(flatten)]
+    output: output::Output,
 }
 
 fn timeout(text: &str) -> Result<Span, String> {
@@ -157,6 +179,10 @@ pub fn main() -> ExitCode {
             true => ExitCode::SUCCESS,
             false => EXPIRING.into(),
         }),
+        Command::Doctor(arguments) => doctor::doctor(*arguments).map(|is_well| match is_well {
+            true => ExitCode::SUCCESS,
+            false => ExitCode::FAILURE,
+        }),
         Command::Dump(arguments) => done(about::dump(&arguments)),
         Command::Drain(arguments) => done(drain::drain(&arguments)),
         Command::InstallCni(arguments) => done(node::install_cni(*arguments)),
@@ -165,6 +191,7 @@ pub fn main() -> ExitCode {
         Command::Trace(arguments) => done(node::trace(&arguments)),
         Command::Version(arguments) => done(about::version(&arguments)),
         Command::Completions { shell } => done(about::completions(shell)),
+        Command::Reference => done(output::print(reference::markdown()).map_err(Into::into)),
         Command::Man(arguments) => done(about::man(&arguments)),
     };
     result.unwrap_or_else(|error| failed(&error))

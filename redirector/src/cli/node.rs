@@ -12,7 +12,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use crate::{
     app,
     cni::install::{self, Installation, Whose},
-    config::{Config, PodSource, planes::Environment, settings::Settings},
+    config::{self, Config, PodSource, planes::Environment, settings::Settings},
     debug,
     mesh::pod::PodUid,
     redirect::ebpf,
@@ -80,6 +80,13 @@ pub(super) struct InstallCni {
     agent: Agent,
 }
 
+impl Agent {
+    /// The settings, checked.
+    pub(super) fn config(self) -> Result<Config, config::Error> {
+        Config::load(self.settings, self.config.as_deref(), &environment())
+    }
+}
+
 /// Variables that are no text are nobody's here.
 fn environment() -> Environment {
     let text = |(name, value): (std::ffi::OsString, std::ffi::OsString)| {
@@ -96,14 +103,14 @@ pub(super) fn agent(run: Run) -> anyhow::Result<()> {
 }
 
 fn check(agent: Agent) -> anyhow::Result<()> {
-    let config = Config::load(agent.settings, agent.config.as_deref(), &environment())?;
+    let config = agent.config()?;
     app::check_files(&config)?;
     let text = serde_json::to_string_pretty(&config).context("cannot show the configuration")?;
     writeln!(io::stdout(), "{text}").context("cannot write to standard output")
 }
 
 fn start(agent: Agent) -> anyhow::Result<()> {
-    let config = Config::load(agent.settings, agent.config.as_deref(), &environment())?;
+    let config = agent.config()?;
     // Before there is another thread.
     let entered = cgroups::enter_node_namespace();
     let logs = logs::start(&config.log_level, config.log_format).context("cannot start logging")?;
@@ -129,7 +136,7 @@ fn start(agent: Agent) -> anyhow::Result<()> {
 
 pub(super) fn uninstall(arguments: Uninstall) -> anyhow::Result<()> {
     let Uninstall { remove_ca, agent } = arguments;
-    let config = Config::load(agent.settings, agent.config.as_deref(), &environment())?;
+    let config = agent.config()?;
     app::check_rights()?;
     logs::start(&"warn".parse()?, logs::Format::Plain).context("cannot start logging")?;
     let report = uninstall::run(&config, remove_ca)?;
@@ -148,7 +155,7 @@ pub(super) fn uninstall(arguments: Uninstall) -> anyhow::Result<()> {
 
 pub(super) fn install_cni(arguments: InstallCni) -> anyhow::Result<()> {
     let InstallCni { remove, agent } = arguments;
-    let config = Config::load(agent.settings, agent.config.as_deref(), &environment())?;
+    let config = agent.config()?;
     anyhow::ensure!(
         matches!(config.pods, PodSource::Cni(_)),
         "INPOD_UDS (--inpod-uds) is given, and an agent that has it serves no CNI plugin"

@@ -6,8 +6,8 @@ use anyhow::Context;
 use serde_json::{Map, Value};
 
 use super::{
-    Asked,
-    output::{Cell, Form, Output, Screen, Table, Tone, harmless, print, structured},
+    Question,
+    output::{Cell, Form, Screen, Table, Tone, harmless, print, structured},
 };
 use crate::{
     admin::PodsView,
@@ -20,17 +20,13 @@ use crate::{
 #[derive(Debug, clap::Args)]
 pub(super) struct StatusArguments {
     #[command(flatten)]
-    asked: Asked,
-    #[command(flatten)]
-    output: Output,
+    question: Question,
 }
 
 #[derive(Debug, clap::Args)]
 pub(super) struct PodsArguments {
     #[command(flatten)]
-    asked: Asked,
-    #[command(flatten)]
-    output: Output,
+    question: Question,
     #[command(flatten)]
     wanted: Wanted,
 }
@@ -107,7 +103,7 @@ impl Wanted {
 }
 
 pub(super) fn status(arguments: &StatusArguments) -> anyhow::Result<()> {
-    let StatusArguments { asked, output } = arguments;
+    let Question { asked, output } = arguments.question;
     let client = asked.client();
     let view: Value = client.json("/pods")?;
     let metrics = client.get("/metrics")?;
@@ -123,11 +119,8 @@ pub(super) fn status(arguments: &StatusArguments) -> anyhow::Result<()> {
 }
 
 pub(super) fn pods(arguments: &PodsArguments) -> anyhow::Result<()> {
-    let PodsArguments {
-        asked,
-        output,
-        wanted,
-    } = arguments;
+    let PodsArguments { question, wanted } = arguments;
+    let Question { asked, output } = question;
     let view: PodsView = asked.client().json("/pods")?;
     let view = wanted.of(view);
     print(match output.form {
@@ -337,6 +330,21 @@ mod tests {
         ] {
             assert!(text.contains(expected), "{expected} in {text}");
         }
+    }
+
+    #[test]
+    fn a_capture_that_is_impaired_is_told_from_one_that_is_not() {
+        let impaired = PodStatus {
+            impaired: true,
+            error: Some("it lacks something".to_owned()),
+            ..pod("shop", "a", State::Captured)
+        };
+        let text = table(&[impaired.clone()], &[], Form::Table).render(Screen::default());
+        assert!(
+            text.contains("  IMPAIRED  ") && text.contains("\n    it lacks something\n"),
+            "{text}"
+        );
+        assert_eq!(Shown::from(&impaired), Shown::Impaired);
     }
 
     #[test]

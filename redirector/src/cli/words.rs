@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use time::{OffsetDateTime, format_description::well_known::Rfc3339};
+use time::OffsetDateTime;
 
 /// The two biggest units of a length of time: `3 d 4 h`, `12 s`, `5 ms`.
 pub(super) fn span(span: Duration) -> String {
@@ -29,11 +29,6 @@ pub(super) fn distance(then: OffsetDateTime, now: OffsetDateTime) -> String {
     }
 }
 
-/// A moment out of RFC 3339.
-pub(super) fn moment(text: &str) -> Option<OffsetDateTime> {
-    OffsetDateTime::parse(text, &Rfc3339).ok()
-}
-
 /// `512 B`, `4.0 KiB`, `1.5 GiB`.
 pub(super) fn bytes(bytes: u64) -> String {
     const UNITS: [&str; 4] = ["KiB", "MiB", "GiB", "TiB"];
@@ -50,6 +45,7 @@ pub(super) fn bytes(bytes: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::admin::certificates::moment;
 
     #[test]
     fn times_and_sizes_are_short_and_true() {

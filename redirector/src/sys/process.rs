@@ -31,6 +31,11 @@ pub fn sysctls() -> &'static str {
     DIRECTORY.get_or_init(|| choose_sysctls(sysctls_are_read_only(), Path::new(NODE_SYSCTLS).is_dir()))
 }
 
+/// Whether they can be set there.
+pub fn switches_can_be_set() -> bool {
+    statvfs(sysctls()).is_ok_and(|found| !found.flags().contains(FsFlags::ST_RDONLY))
+}
+
 fn sysctls_are_read_only() -> bool {
     statvfs(SYSCTLS).is_ok_and(|found| found.flags().contains(FsFlags::ST_RDONLY))
 }

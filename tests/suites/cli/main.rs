@@ -21,6 +21,8 @@ use redirector_tests::{
 };
 use serde_json::Value;
 
+mod doctor;
+
 const DEADLINE: Duration = Duration::from_secs(20);
 
 fn main() -> ExitCode {
@@ -40,6 +42,18 @@ fn main() -> ExitCode {
             case("drain_ends_at_its_deadline", drain_ends_at_its_deadline),
             case("without_an_agent_each_says_so_in_a_line", without_an_agent),
             case("scripts_and_pages_need_no_agent", scripts_and_pages),
+            case("doctor_finds_a_good_node_good", doctor::a_good_node_is_found_good),
+            case("doctor_names_what_is_broken", doctor::what_is_broken_is_named),
+            case("doctor_names_a_missing_mount", doctor::a_missing_mount_is_named),
+            case(
+                "doctor_names_what_others_have_in_a_pod",
+                doctor::what_others_have_in_a_pod_is_named,
+            ),
+            case("doctor_names_a_missing_plugin", doctor::a_missing_plugin_is_named),
+            case(
+                "doctor_names_an_agent_that_stands_still",
+                doctor::an_agent_that_stands_still_is_named,
+            ),
         ],
     )
 }

@@ -20,6 +20,7 @@
 //! - `pins`: the bpffs
 //! - [`observe`]: the programs on a namespace without a proxy
 //! - [`trace`]: debug records of the programs
+//! - [`trial`]: whether the kernel takes the programs; [`strangers`]: what others have attached
 
 mod dns;
 mod facts;
@@ -42,7 +43,9 @@ mod shared;
 mod slots;
 mod spares;
 mod store;
+pub mod strangers;
 pub mod trace;
+pub mod trial;
 mod trie;
 
 use std::{

@@ -8,6 +8,7 @@
 //! - `records`: which pods have rules, for the next agent
 //! - `removal`: from such a record to a pod without rules
 //! - [`leftovers`]: what is left of that, and its removal
+//! - [`strangers`]: Istio's chains, whoever wrote them
 //!
 //! Rules outlive the agent. Without one, connections are redirected to ports where nobody listens, and are refused.
 
@@ -17,6 +18,7 @@ mod records;
 mod removal;
 mod rules;
 mod run;
+pub mod strangers;
 mod write;
 
 use std::{
