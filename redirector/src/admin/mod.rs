@@ -1,8 +1,8 @@
 //! What operators and probes ask of a running agent: admin (loopback), metrics, readiness.
 //!
-//! `app` builds an [`Admin`] and serves it; `client` is the other side, for `redirector status`.
+//! `app` builds an [`Admin`] and serves it; `client` is the other side, for the commands of `cli`.
 
-use std::{fmt::Write as _, net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
+use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use bytes::Bytes;
 use http::{HeaderValue, Method, Request, StatusCode, header};
@@ -17,7 +17,7 @@ use crate::{
     mesh::index::Mesh,
     pods::{
         kubernetes::{Missed, directory::Directory},
-        status::{State, Status},
+        status::Status,
     },
     proxy::flows::Flows,
     redirect::probers::View,
@@ -303,69 +303,6 @@ fn json_answer(value: &impl Serialize) -> Answer {
         }
         Err(error) => text(StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")),
     }
-}
-
-/// The state of an agent as `redirector status` prints it.
-pub fn render(address: SocketAddr, view: &PodsView, metrics: &str) -> String {
-    let mut out = String::new();
-    // Writing to a String does not fail.
-    let ready = if view.ready {
-        "ready".to_owned()
-    } else {
-        format!("not ready: {}", view.pending.join(", "))
-    };
-    let _ = writeln!(
-        out,
-        "agent at {address}: {ready}; backend {}; pods {}",
-        view.backend,
-        view.status.pods.len()
-    );
-    if let Some(file) = &view.cni_plugin {
-        let _ = writeln!(out, "CNI plugin installed in {}", file.display());
-    }
-    if let Some(probes) = &view.probes {
-        let _ = writeln!(
-            out,
-            "connections from this node that reach the pods directly: {probes}"
-        );
-    }
-    for pod in &view.status.pods {
-        let state = match pod.state {
-            State::Starting => "starting",
-            State::Captured => "captured",
-            State::NotCaptured => "NOT CAPTURED",
-            State::Stopping => "stopping",
-        };
-        let addresses: Vec<_> = pod.addresses.iter().map(ToString::to_string).collect();
-        let (namespace, name) = (&pod.namespace, &pod.name);
-        let _ = write!(
-            out,
-            "  {namespace}/{name}  {state}  {}  sa {}",
-            addresses.join(","),
-            pod.service_account
-        );
-        let _ = write!(out, "  uid {}  net:[{}]", pod.uid, pod.netns);
-        let _ = write!(out, "{}", if pod.strict { "  strict" } else { "" });
-        let _ = match &pod.error {
-            Some(error) => writeln!(out, "  {error}"),
-            None => writeln!(out),
-        };
-    }
-    for pod in &view.missed {
-        let Missed {
-            uid,
-            namespace,
-            name,
-            error,
-        } = pod;
-        let _ = writeln!(out, "  {namespace}/{name}  NOT CAPTURED  uid {uid}  {error}");
-    }
-    let _ = writeln!(out, "counters that are not zero:");
-    let told = |line: &&str| !line.starts_with('#') && !line.is_empty() && !line.ends_with(" 0");
-    for line in metrics.lines().filter(told) {
-        let _ = writeln!(out, "  {line}");
-    }
-    out
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ use crate::{
         spiffe::SpiffeId,
         testing::{service, workload},
     },
-    pods::status::PodStatus,
+    pods::status::{PodStatus, State},
     redirect::probers::Rule,
 };
 
@@ -72,6 +72,7 @@ fn pod(state: State) -> PodStatus {
         netns_path: None,
         addresses: vec![[10, 0, 0, 1].into()],
         state,
+        impaired: false,
         strict: false,
         error: (state == State::NotCaptured).then(|| "cannot look".into()),
     }
@@ -313,22 +314,19 @@ async fn a_plugin_that_is_not_installed_makes_the_node_unready() {
     let (state, view) = watch::channel(Err("there is no CNI configuration yet".to_owned()));
     let mut admin = Arc::into_inner(admin).unwrap();
     admin.cni = Some(view);
-    let shown = || {
-        (
-            admin.readiness().status(),
-            render(([127, 0, 0, 1], 15000).into(), &admin.pods_view(), ""),
-        )
-    };
-    let (status, text) = shown();
-    assert_eq!(status, StatusCode::INTERNAL_SERVER_ERROR);
-    let why = "not ready: CNI plugin not installed yet: there is no CNI configuration yet";
-    assert!(text.contains(why) && !text.contains("installed in"), "{text}");
+    let view = admin.pods_view();
+    assert_eq!(admin.readiness().status(), StatusCode::INTERNAL_SERVER_ERROR);
+    assert_eq!(
+        view.pending,
+        ["CNI plugin not installed yet: there is no CNI configuration yet"]
+    );
+    assert_eq!(view.cni_plugin, None);
     let _ = state.send_replace(Ok("/etc/cni/net.d/10-a.conflist".into()));
-    let (status, text) = shown();
-    assert_eq!(status, StatusCode::OK);
-    assert!(
-        text.contains("CNI plugin installed in /etc/cni/net.d/10-a.conflist"),
-        "{text}"
+    let view = admin.pods_view();
+    assert_eq!(admin.readiness().status(), StatusCode::OK);
+    assert_eq!(
+        view.cni_plugin.unwrap().to_str(),
+        Some("/etc/cni/net.d/10-a.conflist")
     );
 }
 
@@ -376,36 +374,30 @@ async fn a_running_agent_tells_its_status() {
         strict: true,
         ..pod(State::Captured)
     };
+    let impaired = PodStatus {
+        impaired: true,
+        error: Some("it lacks something".into()),
+        ..pod(State::Captured)
+    };
     fixture.pods.send_replace(Status {
         synced: true,
-        pods: vec![pod(State::Captured), pod(State::NotCaptured), refused],
+        pods: vec![pod(State::Captured), pod(State::NotCaptured), refused, impaired],
     });
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let stop = CancellationToken::new();
     let task = tokio::spawn(Arc::clone(&fixture.admin).serve(Endpoint::Admin, listener, stop.clone()));
-    let (view, metrics) = tokio::task::spawn_blocking(move || client::status(address))
-        .await
-        .unwrap()
-        .unwrap();
+    let client = client::Client {
+        address,
+        timeout: client::TIMEOUT,
+    };
+    let ask = || tokio::task::spawn_blocking(move || client.json::<PodsView>("/pods"));
+    let view = ask().await.unwrap().unwrap();
     assert!(view.ready);
+    assert_eq!(view.backend, "test");
     assert_eq!(view.status, *fixture.pods.borrow());
-    let text = render(address, &view, &metrics);
-    for expected in [
-        "backend test; pods 3",
-        "reach the pods directly: those of /sys/fs/cgroup/k (kubelet's, found by its unit)\n",
-        "shop/web-0  captured  10.0.0.1  sa web  uid u-1  net:[7]\n",
-        "NOT CAPTURED  10.0.0.1  sa web  uid u-1  net:[7]  cannot look\n",
-        "web-0  captured  10.0.0.1  sa web  uid u-1  net:[7]  strict  the pod's newest rules are refused\n",
-        "  process_open_fds ",
-    ] {
-        assert!(text.contains(expected), "{expected} in {text}");
-    }
     stop.cancel();
     task.await.unwrap();
-    let error = tokio::task::spawn_blocking(move || client::status(address))
-        .await
-        .unwrap()
-        .unwrap_err();
+    let error = ask().await.unwrap().unwrap_err();
     assert!(error.to_string().contains("no agent answers"), "{error}");
 }

@@ -42,7 +42,7 @@ const WAITERS: usize = 8;
 /// A connection of a pod of this node. Its facts are settled before it is opened, and from then on it is shared.
 #[derive(Debug)]
 pub(crate) struct Flow {
-    id: u64,
+    pub(super) id: u64,
     pub(super) pod: Arc<PodInfo>,
     pub(super) direction: Direction,
     started: SystemTime,
@@ -73,6 +73,32 @@ pub(crate) struct Facts {
     pub(crate) same_node: bool,
     /// By a tunnel within another.
     pub(crate) nested: bool,
+    /// How it came to the proxy.
+    pub(crate) redirect: Option<Redirect>,
+}
+
+/// To which listener the pod's redirection gave a connection, and whose it was; by the names of the verdicts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Redirect {
+    /// To 15001, of the pod's own application.
+    Outbound,
+    /// To 15001, of somebody behind the pod.
+    Rerouted,
+    /// To 15006.
+    Inbound,
+    /// To 15008.
+    Hbone,
+}
+
+impl Redirect {
+    pub(super) fn as_str(self) -> &'static str {
+        match self {
+            Self::Outbound => "outbound",
+            Self::Rerouted => "rerouted",
+            Self::Inbound => "inbound",
+            Self::Hbone => "hbone",
+        }
+    }
 }
 
 /// What there is of a connection that is open.
@@ -83,6 +109,17 @@ pub(super) struct Open {
     pub(super) received: Count,
     /// Where it is counted.
     pub(super) series: Arc<Series>,
+}
+
+impl Open {
+    /// How it is protected, as it is told.
+    pub(super) fn security_of(&self, facts: &Facts) -> &'static str {
+        match self.security {
+            Security::MutualTls => self.security.as_str(),
+            Security::Unknown if facts.same_node => "same_node",
+            Security::Unknown => "plaintext",
+        }
+    }
 }
 
 impl Flow {

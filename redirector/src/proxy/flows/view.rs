@@ -166,11 +166,7 @@ impl FlowView {
             started: milliseconds(flow.started),
             duration_ms: u64::try_from(millis).unwrap_or(u64::MAX),
             state,
-            security: open.map(|_| match is_secure(flow) {
-                true => Security::MutualTls.as_str(),
-                false if facts.same_node => "same_node",
-                false => "plaintext",
-            }),
+            security: open.map(|open| open.security_of(facts)),
             src: Source {
                 addr: flow.src,
                 party: (&facts.source).into(),
