@@ -27,6 +27,7 @@ pub mod agent;
 pub mod api_server;
 pub mod app;
 pub mod bpf;
+pub mod browser;
 pub mod ca;
 pub mod capture;
 pub mod cgroup;

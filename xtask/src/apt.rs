@@ -49,6 +49,9 @@ pub(crate) const TESTS: &[Program] = &[
         "golang-github-containers-common",
     ),
     ("buildah", "buildah"),
+    // A browser for the dashboard, and what drives it.
+    ("chromium", "chromium"),
+    ("chromedriver", "chromium-driver"),
     // Of the benchmarks, which are tried with small amounts.
     ("iperf3", "iperf3"),
     ("wrk", "wrk"),

@@ -27,6 +27,7 @@ use crate::{
 
 pub(crate) mod certificates;
 pub mod client;
+mod dashboard;
 mod dump;
 mod flows;
 mod logging;
@@ -157,9 +158,7 @@ impl Admin {
     /// To read many certificates takes a while.
     async fn certificates(&self) -> Answer {
         let identities = Arc::clone(&self.identities);
-        let told = tokio::task::spawn_blocking(move || json_answer(&CertificatesView::of(&identities)));
-        told.await
-            .unwrap_or_else(|error| text(StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")))
+        blocking(move || json_answer(&CertificatesView::of(&identities))).await
     }
 
     fn handle(&self, endpoint: Endpoint, request: &Request<Bytes>) -> Answer {
@@ -172,7 +171,18 @@ impl Admin {
             (Endpoint::Admin | Endpoint::Readiness, "/healthz/live") => {
                 (Method::GET, &|| text(StatusCode::OK, "alive\n"))
             }
-            (Endpoint::Admin, "/") => (Method::GET, &|| text(StatusCode::OK, INDEX)),
+            (Endpoint::Admin, "/") => (Method::GET, &|| match dashboard::is_for(request.headers()) {
+                true => dashboard::page(),
+                false => text(StatusCode::OK, INDEX),
+            }),
+            (Endpoint::Admin, "/debug/pprof/profile") => {
+                (Method::GET, &|| text(StatusCode::NOT_IMPLEMENTED, NO_PROFILE))
+            }
+            (Endpoint::Admin, "/debug/pprof/heap") => {
+                (Method::GET, &|| text(StatusCode::NOT_IMPLEMENTED, NO_HEAP))
+            }
+            (Endpoint::Admin, "/dashboard.css") => (Method::GET, &dashboard::style),
+            (Endpoint::Admin, "/dashboard.js") => (Method::GET, &dashboard::script),
             (Endpoint::Admin, "/pods") => (Method::GET, &|| json_answer(&self.pods_view())),
             (Endpoint::Admin, "/logging") => (Method::POST, &|| {
                 logging::answer(&self.logs, request.uri().query().unwrap_or_default())
@@ -243,6 +253,7 @@ impl Admin {
 }
 
 const INDEX: &str = "\
+GET  /                the dashboard, for browsers
 GET  /pods            pods and their capture state
 GET  /connections     what is open; ?pod=NAMESPACE/NAME, ?limit=N
 GET  /flows           what has ended; ?after=NEXT&wait=SECONDS waits for more
@@ -254,6 +265,24 @@ GET  /healthz/live    whether it answers
 POST /logging         log level; ?level=LEVEL or ?level=MODULE=LEVEL,... changes it, ?reset undoes that
 POST /quitquitquit    stop the agent
 ";
+
+/// A profiler within would interrupt, by signals, the threads that carry everybody's connections.
+const NO_PROFILE: &str = "\
+there is no profiler in the agent; on the node, as root, this sees it with the kernel's share:
+  perf record -F 99 -g -p $(pgrep -x redirector) -- sleep 10
+";
+
+const NO_HEAP: &str = "\
+the allocator keeps no profile; on the node, as root, these tell how much memory is in use, and who asks for it:
+  grep -E 'Rss|Swap' /proc/$(pgrep -x redirector)/smaps_rollup
+  perf trace -e brk,mmap,munmap -p $(pgrep -x redirector)
+";
+
+/// An answer that takes a while to make: not on a thread that carries connections.
+async fn blocking(make: impl FnOnce() -> Answer + Send + 'static) -> Answer {
+    let made = tokio::task::spawn_blocking(make).await;
+    made.unwrap_or_else(|error| text(StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")))
+}
 
 fn json_answer(value: &impl Serialize) -> Answer {
     match serde_json::to_string_pretty(value) {

@@ -118,6 +118,8 @@ async fn each_endpoint_has_its_paths_and_methods() {
         (Admin, "GET", "/config_dump", 200, "\"redirect\": \"test\""),
         (Admin, "POST", "/config_dump", 405, "only GET"),
         (Readiness, "GET", "/config_dump", 404, "no such path"),
+        (Admin, "GET", "/debug/pprof/profile", 501, "perf record"),
+        (Admin, "GET", "/debug/pprof/heap", 501, "smaps_rollup"),
         (Admin, "GET", "/metrics", 200, "# EOF"),
         (
             Admin,
@@ -153,6 +155,28 @@ async fn each_endpoint_has_its_paths_and_methods() {
         (200, "shutdown now\n".to_owned())
     );
     assert!(fixture.admin.quit.is_cancelled());
+}
+
+#[tokio::test]
+async fn a_browser_gets_the_dashboard_and_may_take_nothing_from_elsewhere() {
+    let admin = fixture().admin;
+    for (path, kind) in [
+        ("/", "text/html"),
+        ("/dashboard.css", "text/css"),
+        ("/dashboard.js", "text/javascript"),
+    ] {
+        let request = Request::builder().uri(path).header("accept", "text/html,*/*");
+        let request = request.body(Bytes::new()).unwrap();
+        let answer = admin.answer(Endpoint::Admin, &request).await;
+        let header = |name| answer.headers()[name].to_str().unwrap();
+        assert!(header(header::CONTENT_TYPE).starts_with(kind), "{path}");
+        assert!(
+            header(header::CONTENT_SECURITY_POLICY).starts_with("default-src 'none'"),
+            "{path}"
+        );
+    }
+    let (status, _) = ask(&admin, Endpoint::Metrics, "GET", "/dashboard.js").await;
+    assert_eq!(status, 404);
 }
 
 #[tokio::test]
