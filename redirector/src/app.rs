@@ -323,6 +323,7 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
         logs,
         backend,
         config: serde_json::to_value(&config).unwrap_or_default(),
+        dumps: Default::default(),
         quit: quit.clone(),
         stopping: stopping.clone(),
     });
@@ -412,6 +413,7 @@ fn build_redirector(config: &Config) -> Result<Arc<dyn Redirector>, Error> {
                 bpffs_dir: config.bpffs_dir.clone(),
                 force_clsact: config.force_clsact,
                 force_source_port: config.force_source_port,
+                rcu_expedited: config.rcu_expedited,
                 probes: config.probe_sources.clone(),
             })?),
             Redirect::Iptables => Box::new(iptables::Iptables::open(&config.iptables())?),

@@ -52,6 +52,8 @@ pub struct Config {
     pub force_clsact: bool,
     /// Tell the proxy's dials to applications by source port even where the kernel tells their device.
     pub force_source_port: bool,
+    /// Cut the kernel's waiting short while TCX links are attached and removed.
+    pub rcu_expedited: bool,
     /// Whose connections from this node are left alone.
     pub probe_sources: Sources,
     /// Where programs and maps are pinned.
@@ -372,6 +374,7 @@ impl Config {
             iptables_backend: s.iptables_backend.unwrap_or_default(),
             force_clsact: s.force_clsact.unwrap_or(false),
             force_source_port: s.force_source_port.unwrap_or(false),
+            rcu_expedited: s.rcu_expedited.unwrap_or(true),
             probe_sources: s.probe_sources.unwrap_or(Sources::Auto),
             bpffs_dir: s.bpffs_dir.unwrap_or_else(|| "/sys/fs/bpf/redirector".into()),
             pods: s.inpod_uds.map_or(PodSource::Cni(cni_socket), PodSource::Zds),

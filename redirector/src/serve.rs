@@ -7,7 +7,7 @@ use std::{convert::Infallible, future::Future, io, sync::Arc, time::Duration};
 
 use bytes::{Bytes, BytesMut};
 use http::{Method, Request, Response, StatusCode, header};
-use http_body_util::{BodyExt, Full};
+use http_body_util::{BodyExt, Full, combinators::UnsyncBoxBody};
 use hyper::{body::Incoming, server::conn::http1, service::service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::{
@@ -50,11 +50,22 @@ pub enum Listener {
     Unix(UnixListener),
 }
 
+/// Who is at the other end of a Unix socket, as it was when it connected. Requests that come over one have it among their extensions.
+#[derive(Debug, Clone, Copy)]
+pub struct Caller {
+    /// Its user, as this process's user namespace knows it.
+    pub uid: u32,
+}
+
 impl Listener {
-    async fn accept(&self) -> io::Result<Box<dyn Stream>> {
+    async fn accept(&self) -> io::Result<(Box<dyn Stream>, Option<Caller>)> {
         Ok(match self {
-            Self::Tcp(listener) => Box::new(listener.accept().await?.0),
-            Self::Unix(listener) => Box::new(listener.accept().await?.0),
+            Self::Tcp(listener) => (Box::new(listener.accept().await?.0), None),
+            Self::Unix(listener) => {
+                let (stream, _) = listener.accept().await?;
+                let uid = stream.peer_cred()?.uid();
+                (Box::new(stream), Some(Caller { uid }))
+            }
         })
     }
 }
@@ -63,14 +74,14 @@ trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
 
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> Stream for T {}
 
-/// An answer.
-pub type Answer = Response<Full<Bytes>>;
+/// An answer, whole or made as it is read.
+pub type Answer = Response<UnsyncBoxBody<Bytes, Infallible>>;
 
 /// An answer of plain text; an empty one has no type.
 pub fn text(status: StatusCode, body: impl Into<String>) -> Answer {
     let body = body.into();
     let is_empty = body.is_empty();
-    let mut answer = Response::new(Full::new(Bytes::from(body)));
+    let mut answer = Response::new(Full::from(body).boxed_unsync());
     *answer.status_mut() = status;
     if !is_empty {
         let kind = header::HeaderValue::from_static("text/plain; charset=utf-8");
@@ -109,10 +120,10 @@ where
             } => accepted,
         };
         match accepted {
-            (Ok(permit), Ok(stream)) => {
+            (Ok(permit), Ok((stream, caller))) => {
                 let (handler, stop) = (handler.clone(), stop.clone());
                 connections.spawn(async move {
-                    connection(stream, limits, stop, handler).await;
+                    connection(stream, caller, limits, stop, handler).await;
                     drop(permit);
                 });
             }
@@ -131,8 +142,13 @@ where
     connections.shutdown().await;
 }
 
-async fn connection<H, F>(stream: Box<dyn Stream>, limits: Limits, stop: CancellationToken, handler: H)
-where
+async fn connection<H, F>(
+    stream: Box<dyn Stream>,
+    caller: Option<Caller>,
+    limits: Limits,
+    stop: CancellationToken,
+    handler: H,
+) where
     H: Fn(Request<Bytes>) -> F + Clone + Send + Sync + 'static,
     F: Future<Output = Answer> + Send + 'static,
 {
@@ -140,7 +156,12 @@ where
         let handler = handler.clone();
         async move {
             Ok::<_, Infallible>(match whole(request, limits).await {
-                Ok(request) => handler(request).await,
+                Ok(mut request) => {
+                    if let Some(caller) = caller {
+                        request.extensions_mut().insert(caller);
+                    }
+                    handler(request).await
+                }
                 Err(refusal) => refusal,
             })
         }

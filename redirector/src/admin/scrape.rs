@@ -2,12 +2,12 @@
 
 use std::io::Write as _;
 
-use bytes::Bytes;
 use flate2::{Compression, write::GzEncoder};
 use http::{
     HeaderMap, HeaderName, HeaderValue, StatusCode,
     header::{ACCEPT, ACCEPT_ENCODING, CONTENT_ENCODING, CONTENT_TYPE, VARY},
 };
+use http_body_util::{BodyExt as _, Full};
 use prometheus_client::registry::Registry;
 
 use crate::{
@@ -33,7 +33,7 @@ pub(super) fn answer(registry: &Registry, headers: &HeaderMap) -> Answer {
     own.insert(VARY, HeaderValue::from_static("accept, accept-encoding"));
     if let Some(packed) = packed {
         own.insert(CONTENT_ENCODING, HeaderValue::from_static("gzip"));
-        *answer.body_mut() = Bytes::from(packed).into();
+        *answer.body_mut() = Full::from(packed).boxed_unsync();
     }
     answer
 }
@@ -65,7 +65,6 @@ mod tests {
     use std::io::Read as _;
 
     use flate2::read::GzDecoder;
-    use http_body_util::BodyExt as _;
 
     use super::*;
 

@@ -249,6 +249,8 @@ settings! {
         probe_sources: Sources, [];
     "Attach with clsact filters even where the kernel has TCX links"
         force_clsact: bool, [], switch "true";
+    "Cut the kernel's waiting short while TCX links are attached and removed, by its switch /sys/kernel/rcu_expedited [default: true]"
+        rcu_expedited: bool, [], switch "true";
     "Tell the proxy's dials to applications by source port even where the kernel tells their device"
         force_source_port: bool, [], switch "true";
 }

@@ -46,6 +46,9 @@ pub struct PodStatus {
     pub addresses: Vec<IpAddr>,
     /// Whether its traffic is captured.
     pub state: State,
+    /// Whether it is captured, and not as it should be: what it opens or is opened to it may be refused, or go in plain. `error` says why.
+    #[serde(default)]
+    pub impaired: bool,
     /// Whether what it would send or get in plain is refused, by its newest rules.
     #[serde(default)]
     pub strict: bool,
@@ -72,6 +75,7 @@ pub enum State {
 pub struct Metrics {
     pub(super) active: Gauge,
     pub(super) pending: Gauge,
+    pub(super) impaired: Gauge,
     pub(super) started: Counter,
     pub(super) stopped: Counter,
     pub(super) failed: Counter,
@@ -128,6 +132,11 @@ impl Metrics {
             "pending_proxy_count",
             "Pods whose capture failed and is tried again",
             &self.pending,
+        );
+        registry.register(
+            "redirector_pods_impaired",
+            "Pods that are captured, and not as they should be",
+            self.impaired.clone(),
         );
         let mut counter = |name: &str, help: &str, metric: &Counter| {
             registry.register(format!("{prefix}{name}"), help, metric.clone());
@@ -187,12 +196,12 @@ impl Collector for States {
         }
         let mut impaired = encoder.encode_descriptor(
             "redirector_pod_impaired",
-            "1 for a pod that is not captured as it should be, or not at all: /pods says why",
+            "1 for a pod that is captured, and not as it should be: /pods says why",
             None,
             MetricType::Gauge,
         )?;
         for pod in &status.pods {
-            let value = ConstGauge::new(i64::from(pod.error.is_some()));
+            let value = ConstGauge::new(i64::from(pod.impaired));
             value.encode(impaired.encode_family(&pod.labels())?)?;
         }
         Ok(())
@@ -235,6 +244,7 @@ mod tests {
             netns_path: None,
             addresses: vec![],
             state,
+            impaired: state == State::Captured && error.is_some(),
             strict: false,
             error: error.map(Into::into),
         };
@@ -248,8 +258,8 @@ mod tests {
         };
         assert_eq!(text(), "# EOF\n");
         status.send_modify(|status| {
-            let whole = pod("web", State::Captured, None);
-            status.pods = vec![whole, pod("db", State::NotCaptured, Some("no"))];
+            let impaired = pod("web", State::Captured, Some("a hook is gone"));
+            status.pods = vec![impaired, pod("db", State::NotCaptured, Some("no"))];
         });
         let told = text();
         let lines: Vec<_> = told.lines().filter(|line| !line.starts_with('#')).collect();
@@ -258,8 +268,8 @@ mod tests {
             [
                 "redirector_pod_state{namespace=\"shop\",pod_name=\"web\",uid=\"u-web\",state=\"captured\"} 1",
                 "redirector_pod_state{namespace=\"shop\",pod_name=\"db\",uid=\"u-db\",state=\"not_captured\"} 1",
-                "redirector_pod_impaired{namespace=\"shop\",pod_name=\"web\",uid=\"u-web\"} 0",
-                "redirector_pod_impaired{namespace=\"shop\",pod_name=\"db\",uid=\"u-db\"} 1",
+                "redirector_pod_impaired{namespace=\"shop\",pod_name=\"web\",uid=\"u-web\"} 1",
+                "redirector_pod_impaired{namespace=\"shop\",pod_name=\"db\",uid=\"u-db\"} 0",
             ]
         );
         status.send_modify(|status| drop(status.pods.remove(1)));

@@ -23,11 +23,15 @@ use super::{
     record::{Count, Direction, Party, Security},
     traffic::Series,
 };
-use crate::mesh::{pod::PodInfo, policy::PolicyName, service::Service};
+use crate::mesh::{
+    pod::{PodInfo, PodUid},
+    policy::PolicyName,
+    service::Service,
+};
 
 mod view;
 
-pub use self::view::{ConnectionsView, FlowsView};
+pub use self::view::{ConnectionsView, FlowsView, OfPod};
 
 /// Ended connections that are kept: some seconds of a busy node, at some 500 bytes each, with what they hold of the mesh.
 const KEPT: usize = 4_096;
@@ -56,6 +60,8 @@ pub(crate) struct Flow {
 /// What is known of a connection when it is opened.
 #[derive(Debug, Default)]
 pub(crate) struct Facts {
+    /// Where a client wanted to go; the same as `dst` unless a service or a tunnel is between.
+    pub(crate) original_dst: Option<SocketAddr>,
     /// Of the TCP connection between the pods; for HBONE the tunnel's.
     pub(crate) dst: Option<SocketAddr>,
     /// What was asked of the tunnel's far end.
@@ -224,6 +230,16 @@ impl Flows {
             (flows, of_pod.count())
         };
         ConnectionsView::of(&flows, total)
+    }
+
+    /// Those that are open, by the UIDs of their pods.
+    pub fn by_pod(&self) -> BTreeMap<PodUid, OfPod> {
+        let live: Vec<_> = self.lock().live.values().cloned().collect();
+        let mut pods = BTreeMap::<_, OfPod>::new();
+        for flow in &live {
+            pods.entry(flow.pod.uid.clone()).or_default().add(flow);
+        }
+        pods
     }
 
     /// Those that have ended since `after`, the oldest first, up to `limit`; without it the last.

@@ -164,6 +164,7 @@ async fn open(pod: &Pod, application: &Leg, peer: SocketAddr, record: &mut Recor
     let destination = pod.shared.redirector.original_dst(application.as_fd());
     let destination = destination.map_err(Error::OriginalDst)?;
     let facts = record.facts();
+    facts.original_dst = Some(destination);
     facts.dst = Some(destination);
     facts.source = pod.own_party();
     facts.redirect = Some(redirect);

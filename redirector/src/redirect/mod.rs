@@ -27,7 +27,10 @@ use redirector_common::consts::Mark;
 use self::rules::Rules;
 use crate::{
     mesh::pod::PodUid,
-    sys::netns::{Netns, Place},
+    sys::{
+        netns::{Netns, Place},
+        pidfd::Process,
+    },
 };
 
 /// A pod's network, as a backend needs to know it.
@@ -65,10 +68,10 @@ pub enum Serving<'a> {
 }
 
 /// A proxy that another process is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Peer {
-    /// The process; `None` where this agent does not see it.
-    pub pid: Option<u32>,
+    /// The process.
+    pub process: Process,
     /// The id of its cgroup (version 2), by which its connections are told from the applications'; `None` where it has none that can be
     /// told.
     pub cgroup: Option<u64>,
@@ -89,6 +92,14 @@ pub struct Marks {
     pub application_over_lo: bool,
 }
 
+/// How `attach` leaves a pod.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[must_use]
+pub struct Attached {
+    /// What its capture lacks, though all that the backend makes is in place; for want of it connections are refused.
+    pub lacks: Option<String>,
+}
+
 /// How a pod's packets reach the proxy. Blocking (netlink, bpf(2)): call `attach` and `detach` from `spawn_blocking`.
 pub trait Redirector: Send + Sync {
     /// The backend's name: `ebpf`, `iptables`, `none`.
@@ -102,7 +113,7 @@ pub trait Redirector: Send + Sync {
 
     /// Brings the pod to the captured state, whatever state it is in; adopts what an earlier agent left. New rules are for new
     /// connections: open ones go on as they began.
-    fn attach(&self, pod: &PodNetwork, serving: Serving<'_>) -> Result<(), Error>;
+    fn attach(&self, pod: &PodNetwork, serving: Serving<'_>) -> Result<Attached, Error>;
 
     /// Captures nothing new from now on; connections that are captured go on. `detach` follows, once they have ended.
     fn release(&self, pod: &PodNetwork) -> Result<(), Error>;

@@ -6,7 +6,7 @@
 use std::{io, net::SocketAddr, os::fd::BorrowedFd};
 
 use super::{
-    Count, Error, Leftovers, Marks, PodNetwork, Redirector, Serving,
+    Attached, Count, Error, Leftovers, Marks, PodNetwork, Redirector, Serving,
     metrics::{Occupancy, Repairs},
     probers::View,
     rules::Rules,
@@ -59,8 +59,8 @@ impl Redirector for Moved {
         self.now.refuses(rules)
     }
 
-    fn attach(&self, pod: &PodNetwork, serving: Serving<'_>) -> Result<(), Error> {
-        self.now.attach(pod, serving.clone())?;
+    fn attach(&self, pod: &PodNetwork, serving: Serving<'_>) -> Result<Attached, Error> {
+        let attached = self.now.attach(pod, serving.clone())?;
         let moved = self.let_go(&pod.uid, Some(&pod.netns)).map_err(|errors| {
             let texts: Vec<_> = errors.iter().map(ToString::to_string).collect();
             let operation = format!("removing what another backend left in {}", pod.uid);
@@ -68,9 +68,9 @@ impl Redirector for Moved {
         })?;
         if moved {
             // Both may want the same sysctl, and the other has put it back to what it was before.
-            self.now.attach(pod, serving)?;
+            return self.now.attach(pod, serving);
         }
-        Ok(())
+        Ok(attached)
     }
 
     fn release(&self, pod: &PodNetwork) -> Result<(), Error> {

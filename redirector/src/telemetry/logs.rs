@@ -104,6 +104,7 @@ impl fmt::Display for Filter {
 #[derive(Debug, Clone)]
 pub struct Control {
     reload: reload::Handle<EnvFilter, Registry>,
+    start: Filter,
 }
 
 impl Control {
@@ -112,17 +113,24 @@ impl Control {
         self.reload.with_current(ToString::to_string).unwrap_or_default()
     }
 
-    /// Logs what `filter` says from now on.
-    pub fn set_filter(&self, filter: &Filter) {
-        // It was parsed before, and the subscriber lives as long as the process.
-        let _ = self.reload.reload(EnvFilter::new(&filter.0));
+    /// Logs what `filter` says from now on; where it says nothing of a module, as before.
+    pub fn add(&self, filter: &Filter) {
+        // Of two directives for one module the later counts. They were parsed before, and the subscriber lives as long as the process.
+        let _ = self
+            .reload
+            .modify(|now| *now = EnvFilter::new(format!("{now},{filter}")));
+    }
+
+    /// Logs what was logged at the start.
+    pub fn reset(&self) {
+        let _ = self.reload.reload(EnvFilter::new(&self.start.0));
     }
 
     /// A control that controls nothing.
     #[cfg(test)]
-    pub(crate) fn detached() -> (Self, impl Sized) {
-        let (layer, reload) = reload::Layer::new(EnvFilter::new("info"));
-        (Self { reload }, layer)
+    pub(crate) fn detached(start: Filter) -> (Self, impl Sized) {
+        let (layer, reload) = reload::Layer::new(EnvFilter::new(&start.0));
+        (Self { reload, start }, layer)
     }
 }
 
@@ -141,12 +149,13 @@ pub(crate) fn subscriber<W>(filter: &Filter, format: Format, writer: W) -> (impl
 where
     W: for<'a> MakeWriter<'a> + Send + Sync + 'static,
 {
+    let start = filter.clone();
     let (filter, reload) = reload::Layer::new(EnvFilter::new(&filter.0));
     let lines = tracing_subscriber::fmt::layer()
         .event_format(Line(format))
         .with_writer(writer);
     let subscriber = tracing_subscriber::registry().with(filter).with(lines);
-    (subscriber, Control { reload })
+    (subscriber, Control { reload, start })
 }
 
 struct Line(Format);
