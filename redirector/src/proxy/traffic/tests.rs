@@ -161,7 +161,7 @@ fn what_is_beyond_the_bounds_is_counted_without_names() {
     assert_eq!(traffic.folded.get(), 5);
 }
 
-/// Of 500 pods and 4,000 sets of labels; docs/metrics.md has what came of it.
+/// Of 500 pods and 4,000 sets of labels. It tells something of an optimised build alone.
 #[test]
 #[ignore = "a measure: to be run with --nocapture"]
 fn how_long_a_scrape_takes() {
