@@ -64,8 +64,9 @@ fn pack(text: &str) -> Vec<u8> {
 mod tests {
     use std::io::Read as _;
 
-    use super::*;
     use flate2::read::GzDecoder;
+
+    use super::*;
 
     #[tokio::test]
     async fn the_form_is_the_one_that_is_asked_for() {

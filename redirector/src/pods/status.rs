@@ -196,12 +196,12 @@ impl Collector for States {
         }
         let mut impaired = encoder.encode_descriptor(
             "redirector_pod_impaired",
-            "1 for a pod that is not captured as it should be, or not at all: /pods says why",
+            "1 for a pod that is captured, and not as it should be: /pods says why",
             None,
             MetricType::Gauge,
         )?;
         for pod in &status.pods {
-            let value = ConstGauge::new(i64::from(pod.impaired || pod.state == State::NotCaptured));
+            let value = ConstGauge::new(i64::from(pod.impaired));
             value.encode(impaired.encode_family(&pod.labels())?)?;
         }
         Ok(())
@@ -244,7 +244,7 @@ mod tests {
             netns_path: None,
             addresses: vec![],
             state,
-            impaired: false,
+            impaired: state == State::Captured && error.is_some(),
             strict: false,
             error: error.map(Into::into),
         };
@@ -258,8 +258,8 @@ mod tests {
         };
         assert_eq!(text(), "# EOF\n");
         status.send_modify(|status| {
-            let whole = pod("web", State::Captured, None);
-            status.pods = vec![whole, pod("db", State::NotCaptured, Some("no"))];
+            let impaired = pod("web", State::Captured, Some("a hook is gone"));
+            status.pods = vec![impaired, pod("db", State::NotCaptured, Some("no"))];
         });
         let told = text();
         let lines: Vec<_> = told.lines().filter(|line| !line.starts_with('#')).collect();
@@ -268,8 +268,8 @@ mod tests {
             [
                 "redirector_pod_state{namespace=\"shop\",pod_name=\"web\",uid=\"u-web\",state=\"captured\"} 1",
                 "redirector_pod_state{namespace=\"shop\",pod_name=\"db\",uid=\"u-db\",state=\"not_captured\"} 1",
-                "redirector_pod_impaired{namespace=\"shop\",pod_name=\"web\",uid=\"u-web\"} 0",
-                "redirector_pod_impaired{namespace=\"shop\",pod_name=\"db\",uid=\"u-db\"} 1",
+                "redirector_pod_impaired{namespace=\"shop\",pod_name=\"web\",uid=\"u-web\"} 1",
+                "redirector_pod_impaired{namespace=\"shop\",pod_name=\"db\",uid=\"u-db\"} 0",
             ]
         );
         status.send_modify(|status| drop(status.pods.remove(1)));

@@ -2,7 +2,7 @@
 //!
 //! What an operator reads is the error's own text; the flag is for metrics, which must not have a value for each text.
 
-use std::{error::Error, io};
+use std::{error::Error, io, sync::OnceLock};
 
 use rustls::{AlertDescription, CertificateError};
 
@@ -77,6 +77,23 @@ pub(crate) trait Failure: Error {
 
 impl Failure for io::Error {}
 
+/// Why a tunnel was closed by this side with all that was in it, if it was.
+#[derive(Debug, Default)]
+pub(crate) struct Fate(OnceLock<Box<str>>);
+
+impl Fate {
+    /// It is about to be closed, since a certificate by which it stands has been revoked.
+    pub(crate) fn revoke(&self, error: &dyn Error) {
+        // The first reason is the one that is told.
+        let _ = self.0.set(super::record::chain(error).into());
+    }
+
+    /// Why it was.
+    pub(crate) fn revoked(&self) -> Option<&str> {
+        self.0.get().map(|text| &**text)
+    }
+}
+
 /// What an error of a TLS handshake counts as.
 pub(crate) fn of_tls(error: &io::Error) -> Flag {
     let cause = error
@@ -92,6 +109,9 @@ pub(crate) fn of_tls(error: &io::Error) -> Flag {
     }
 }
 
+/// Of [`handshake_reason`]: the peer's certificate is on a revocation list.
+pub(crate) const PEER_REVOKED: &str = "peer_revoked";
+
 /// Why a TLS handshake failed, in one of few words.
 pub(crate) fn handshake_reason(error: &io::Error) -> &'static str {
     use rustls::Error as Tls;
@@ -101,7 +121,7 @@ pub(crate) fn handshake_reason(error: &io::Error) -> &'static str {
         None if error.kind() == io::ErrorKind::ConnectionReset => "reset",
         None => "io",
         Some(Tls::InvalidCertificate(certificate)) => match certificate {
-            CertificateError::Revoked => "peer_revoked",
+            CertificateError::Revoked => PEER_REVOKED,
             CertificateError::Expired | CertificateError::ExpiredContext { .. } => "peer_expired",
             CertificateError::NotValidYet | CertificateError::NotValidYetContext { .. } => {
                 "peer_not_valid_yet"
@@ -127,7 +147,7 @@ pub(crate) fn handshake_reason(error: &io::Error) -> &'static str {
 pub(crate) fn advice_of_tls(error: &io::Error) -> Option<&'static str> {
     Some(match handshake_reason(error) {
         "closed" | "reset" => "the peer hung up: it may be no HBONE proxy, or may be starting or draining",
-        "peer_revoked" => "the peer's certificate is on a revocation list (--crl-file)",
+        PEER_REVOKED => "the peer's certificate is on a revocation list (--crl-file)",
         "peer_expired" => "the peer's certificate is over: its proxy gets no new one, or a clock is wrong",
         "peer_not_valid_yet" => "the peer's certificate is of the future: a clock is wrong",
         "peer_unknown_issuer" => {

@@ -28,6 +28,7 @@ pub struct Metrics {
     pub(super) tunnels: Gauge,
     refused: Family<Refused, Counter>,
     sockets: Family<Reported, Gauge>,
+    revoked: Family<Reported, Counter>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -85,6 +86,11 @@ impl Metrics {
             self.refused.clone(),
         );
         registry.register(
+            "istio_crl_policy_rejections",
+            "Handshakes refused and connections closed, since the peer's certificate is on a revocation list",
+            self.revoked.clone(),
+        );
+        registry.register(
             "redirector_connections_same_node",
             "Connections between two pods of this node that were joined without a tunnel",
             self.same_node.clone(),
@@ -101,6 +107,12 @@ impl Metrics {
     /// Counts what was refused.
     pub(crate) fn refused(&self, reason: Reason) {
         self.refused.get_or_create(&Refused { reason }).inc();
+    }
+
+    /// Counts what a revocation has ended, or has kept from coming about.
+    pub(super) fn revoked(&self, direction: Direction) {
+        let reporter = direction.reporter();
+        self.revoked.get_or_create(&Reported { reporter }).inc();
     }
 
     /// Counts a socket for as long as the value lives.

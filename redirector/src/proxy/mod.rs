@@ -419,6 +419,9 @@ impl Pod {
             Ok(Err(error)) => Some(failure::handshake_reason(error)),
             Err(_) => Some("timeout"),
         };
+        if failed == Some(failure::PEER_REVOKED) {
+            self.shared.metrics.revoked(direction);
+        }
         let handshakes = &self.shared.metrics.handshakes;
         handshakes.over(direction, began.elapsed(), failed);
     }

@@ -254,6 +254,7 @@ async fn hbone(pod: &Pod, peer: SocketAddr, route: HboneRoute, record: &mut Reco
         tunnel: route.tunnel,
     };
     let mut stream = pod.pool.open(&key, &request, || dial_tunnel(pod, &route)).await?;
+    record.in_tunnel(stream.fate());
     // Not to be held as long as the connection; here they tell nothing that is not known.
     stream.headers = HeaderMap::new();
     let Some(expected) = &route.inner else {

@@ -17,7 +17,7 @@ use prometheus_client::metrics::counter::Counter;
 use super::{
     connections::{Admitted, Entry},
     copy::{Cut, Meter},
-    failure::{Failure, Flag},
+    failure::{Failure, Fate, Flag},
     flows::{Facts, Flow, Flows, Open},
     metrics::{Metrics, Reason},
     plaintext::{self, Plaintext},
@@ -131,6 +131,8 @@ pub(crate) struct Record {
     pub(super) admitted: Option<Arc<Entry>>,
     /// Where the pod's bytes in plain are counted; `None` of what is not in plain over the wire.
     pub(crate) plain: Option<Arc<Plaintext>>,
+    /// Of the tunnel that it is in.
+    fate: Option<Arc<Fate>>,
     end: End,
 }
 
@@ -183,6 +185,7 @@ impl Record {
             flow: recorder.flows.begin(recorder.pod.clone(), direction, src),
             admitted: None,
             plain: None,
+            fate: None,
             end: End::Open,
         })
     }
@@ -218,6 +221,11 @@ impl Record {
             // The first is the one that let it in, and whoever ends it says so in the error.
             let _ = self.flow.policy.set(policy.clone());
         }
+    }
+
+    /// It shares the fate of a tunnel.
+    pub(crate) fn in_tunnel(&mut self, fate: Arc<Fate>) {
+        self.fate = Some(fate);
     }
 
     /// It is known where the connection goes. Before that it is not counted, as by Istio.
@@ -281,10 +289,23 @@ impl Record {
 
     /// It was copied, and ended so.
     pub(crate) fn end(mut self, result: Result<(), Cut>) {
-        self.end = match result.err().and_then(Cut::failure) {
-            None => End::Closed,
-            Some(error) => End::Failed(error.flag(), chain(&error)),
+        self.end = match result {
+            Ok(()) => End::Closed,
+            Err(cut) => self.revoked().unwrap_or_else(|| match cut.failure() {
+                None => End::Closed,
+                Some(error) => End::Failed(error.flag(), chain(&error)),
+            }),
         };
+    }
+
+    /// The end that it has with its tunnel, if that is closed for a revocation.
+    fn revoked(&self) -> Option<End> {
+        let why = self.fate.as_ref()?.revoked()?;
+        self.recorder.metrics.revoked(self.flow.direction);
+        Some(End::Failed(
+            Flag::Revoked,
+            format!("closed by a revocation: {why}"),
+        ))
     }
 
     /// How it ended, if not as a connection should.
@@ -293,6 +314,9 @@ impl Record {
             End::Closed | End::Tunnel => None,
             End::Failed(flag, error) => Some((flag, error)),
             End::Open => {
+                if let Some(End::Failed(flag, error)) = self.revoked() {
+                    return Some((flag, error));
+                }
                 let denied = self.admitted.as_ref().and_then(|entry| entry.denied());
                 let refused = self.plain.as_ref().is_some_and(|plain| plain.is_refused());
                 if denied.is_none() && refused {
@@ -409,6 +433,40 @@ mod tests {
                 text.contains("redirector_connections_denied_total 0"),
                 "{name}: {text}"
             );
+        }
+    }
+
+    #[test]
+    fn what_is_in_a_tunnel_that_is_closed_for_a_revocation_says_so() {
+        let reset = || Cut::Remote(io::ErrorKind::ConnectionReset.into());
+        for (name, is_told, act) in [
+            ("cut off", true, Box::new(drop) as Box<dyn FnOnce(Box<Record>)>),
+            ("reset", true, Box::new(move |record| record.end(Err(reset())))),
+            ("over before", false, Box::new(|record| record.end(Ok(())))),
+        ] {
+            let metrics = Arc::new(Metrics::default());
+            let flows = Arc::<Flows>::default();
+            let recorder = Recorder::new(metrics.clone(), flows.clone(), &info("web"));
+            let mut record = Record::new(&recorder, Direction::Inbound, "10.1.2.3:4".parse().unwrap());
+            let fate = Arc::<Fate>::default();
+            record.in_tunnel(fate.clone());
+            record.open(Security::MutualTls);
+            fate.revoke(&io::Error::other("on a list"));
+            act(record);
+            let ended = serde_json::to_value(flows.ended(None, 1)).unwrap();
+            let ended = &ended["flows"][0];
+            let (flag, error) = match is_told {
+                true => ("CERT_REVOKED", "closed by a revocation: on a list".into()),
+                false => ("-", serde_json::Value::Null),
+            };
+            assert_eq!(
+                (&ended["responseFlags"], &ended["error"]),
+                (&flag.into(), &error),
+                "{name}"
+            );
+            let rejected = super::super::metrics::text(&metrics);
+            let line = "istio_crl_policy_rejections_total{reporter=\"destination\"} 1";
+            assert_eq!(rejected.contains(line), is_told, "{name}: {rejected}");
         }
     }
 

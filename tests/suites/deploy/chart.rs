@@ -307,6 +307,7 @@ fn ports_are_the_agents(objects: &[Value], daemonset: &Value, container: &Value,
         match text(&object["kind"]) {
             "Service" => assert_eq!(object["spec"]["ports"][0]["port"], metrics),
             "PodMonitor" => assert_eq!(object["spec"]["podMetricsEndpoints"][0]["port"], "metrics"),
+            "PrometheusRule" => assert!(items(&object["spec"]["groups"][0]["rules"]).count() > 8),
             "NetworkPolicy" => assert_eq!(object["spec"]["ingress"][0]["ports"][0]["port"], PORT_HBONE),
             _ => {}
         }

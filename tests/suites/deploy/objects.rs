@@ -30,6 +30,39 @@ struct PodMonitorSpec {
     pod_metrics_endpoints: Vec<BTreeMap<String, String>>,
 }
 
+#[derive(serde::Serialize, serde::Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "camelCase")]
+struct PrometheusRule {
+    api_version: String,
+    kind: String,
+    metadata: k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta,
+    spec: RuleGroups,
+}
+
+#[derive(serde::Serialize, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RuleGroups {
+    groups: Vec<RuleGroup>,
+}
+
+#[derive(serde::Serialize, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RuleGroup {
+    name: String,
+    rules: Vec<Rule>,
+}
+
+#[derive(serde::Serialize, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Rule {
+    alert: String,
+    expr: String,
+    #[serde(rename = "for", skip_serializing_if = "Option::is_none")]
+    lasting: Option<String>,
+    labels: BTreeMap<String, String>,
+    annotations: BTreeMap<String, String>,
+}
+
 /// The objects of some text.
 ///
 /// # Panics
@@ -62,6 +95,7 @@ fn strictly(object: &Value) -> Result<(), String> {
         ("rbac.authorization.k8s.io/v1", "RoleBinding") => again::<RoleBinding>(object),
         ("apps/v1", "DaemonSet") => again::<DaemonSet>(object),
         ("monitoring.coreos.com/v1", "PodMonitor") => again::<PodMonitor>(object),
+        ("monitoring.coreos.com/v1", "PrometheusRule") => again::<PrometheusRule>(object),
         _ => Err(format!("{version} {kind} is not known here")),
     }
 }

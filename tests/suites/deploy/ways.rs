@@ -186,7 +186,8 @@ pub(crate) const WAYS: &[Way] = &[
             "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [
                 {"matchExpressions": [{"key": "mesh", "operator": "Exists"}]}]}}},
             "podLabels": {"a": "b"}, "podAnnotations": {"c": "d"}, "serviceAccount": {"annotations": {"e": "f"}},
-            "monitoring": {"service": true, "podMonitor": {"create": true, "labels": {"release": "prometheus"}}},
+            "monitoring": {"service": true, "podMonitor": {"create": true, "labels": {"release": "prometheus"}},
+                           "rules": {"create": true, "labels": {"release": "prometheus"}}},
             "networkPolicy": {"allowHbone": [{"namespace": "shop", "podSelector": {"matchLabels": {"app": "web"}}}, {"namespace": "shop"}]}
         }"#,
         capabilities: &["CAP_DAC_OVERRIDE", "CAP_SYS_PTRACE", "CAP_SYS_RESOURCE"],

@@ -27,7 +27,7 @@ use crate::{
     mesh::spiffe::SpiffeId,
     proxy::{
         dial,
-        failure::{self, Failure, Flag},
+        failure::{self, Failure, Fate, Flag},
     },
 };
 
@@ -142,6 +142,8 @@ pub(super) struct Connection {
     usage: Mutex<Usage>,
     /// Streams were opened.
     grown: Notify,
+    /// Of all its streams.
+    fate: Arc<Fate>,
 }
 
 #[derive(Debug)]
@@ -214,6 +216,11 @@ impl Stream {
     /// Who is at the far end of the tunnel.
     pub(crate) fn peer(&self) -> Option<&SpiffeId> {
         self.lease.0.peer.as_ref()
+    }
+
+    /// What it shares with all in the tunnel.
+    pub(crate) fn fate(&self) -> Arc<Fate> {
+        self.lease.0.fate.clone()
     }
 }
 
@@ -305,6 +312,7 @@ where
             last: Instant::now(),
         }),
         grown: Notify::new(),
+        fate: Arc::default(),
     });
     Ok((
         shared.clone(),
@@ -346,6 +354,7 @@ impl<IO: AsyncRead + AsyncWrite + Unpin> Driver<IO> {
                     break;
                 }
                 error = &mut revoked => {
+                    self.shared.fate.revoke(&error);
                     tracing::warn!(%tunnel, %error, "tunnel closed");
                     break;
                 }
