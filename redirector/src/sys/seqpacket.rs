@@ -66,6 +66,14 @@ impl Seqpacket {
         Ok(u32::try_from(credentials.pid()).ok().filter(|pid| *pid != 0))
     }
 
+    /// The user as whom the process at the other end ran when it connected, or began to listen.
+    ///
+    /// # Errors
+    /// Those of getsockopt(2).
+    pub fn peer_uid(&self) -> io::Result<u32> {
+        Ok(getsockopt(&self.socket, sockopt::PeerCredentials)?.uid())
+    }
+
     /// Receives one packet of at most `max_bytes`. Cancel-safe.
     ///
     /// # Errors
@@ -180,6 +188,20 @@ impl Listener {
         register(fd, Interest::READABLE).map(Self)
     }
 
+    /// A listening socket that another process has made, and handed over. Must be called within a tokio runtime.
+    ///
+    /// # Errors
+    /// `InvalidData` when it is something else; those of getsockopt(2).
+    pub fn inherited(fd: OwnedFd) -> io::Result<Self> {
+        let listens = getsockopt(&fd, sockopt::AcceptConn)?
+            && getsockopt(&fd, sockopt::SockType)? == SockType::SeqPacket;
+        if !listens {
+            let problem = "a socket was handed over that does not listen for packets";
+            return Err(io::Error::new(io::ErrorKind::InvalidData, problem));
+        }
+        register(fd, Interest::READABLE).map(Self)
+    }
+
     /// The next connection. Cancel-safe.
     ///
     /// # Errors
@@ -192,6 +214,12 @@ impl Listener {
         // SAFETY: accept4 made the descriptor for this call alone.
         let fd = unsafe { OwnedFd::from_raw_fd(accepted) };
         Seqpacket::from_fd(fd)
+    }
+}
+
+impl AsFd for Listener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
     }
 }
 

@@ -56,6 +56,8 @@ pub(super) struct Sockets<'a> {
     held: Vec<(Listener, Held<'a>)>,
     /// They are another process's.
     pub(super) of_others: bool,
+    /// They were another agent's, and are where it has put them.
+    pub(super) inherited: bool,
 }
 
 enum Held<'a> {
@@ -70,6 +72,7 @@ impl<'a> Sockets<'a> {
         Self {
             held: PLACES.into_iter().zip(sockets.map(Held::Own)).collect(),
             of_others: false,
+            inherited: listeners.inherited,
         }
     }
 
@@ -134,6 +137,7 @@ impl Ebpf {
         Ok(Sockets {
             held,
             of_others: true,
+            inherited: false,
         })
     }
 }
