@@ -291,7 +291,7 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
         identities: Arc::clone(&identities),
         redirector: Arc::clone(&redirector),
         config: config.proxy(),
-        metrics: proxy_metrics(&mut registry),
+        metrics: proxy_metrics(&config, &mut registry),
         flows: Arc::clone(&flows),
         residents: proxy::Residents::default(),
         demand,
@@ -374,6 +374,7 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
         logs,
         backend,
         config: serde_json::to_value(&config).unwrap_or_default(),
+        dumps: Default::default(),
         quit: quit.clone(),
         stopping: stopping.clone(),
     });
@@ -526,6 +527,7 @@ fn build_redirector(config: &Config) -> Result<Arc<dyn Redirector>, Error> {
                 bpffs_dir: config.bpffs_dir.clone(),
                 force_clsact: config.force_clsact,
                 force_source_port: config.force_source_port,
+                rcu_expedited: config.rcu_expedited,
                 probes: config.probe_sources.clone(),
             })?),
             Redirect::Iptables => Box::new(iptables::Iptables::open(&config.iptables())?),
@@ -555,8 +557,8 @@ fn build_redirector(config: &Config) -> Result<Arc<dyn Redirector>, Error> {
     build().map_err(Error::Redirect)
 }
 
-fn proxy_metrics(registry: &mut Registry) -> Arc<proxy::Metrics> {
-    let metrics = Arc::new(proxy::Metrics::default());
+fn proxy_metrics(config: &Config, registry: &mut Registry) -> Arc<proxy::Metrics> {
+    let metrics = Arc::new(proxy::Metrics::new(config.access_log()));
     metrics.register(registry);
     metrics
 }

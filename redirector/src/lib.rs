@@ -12,11 +12,13 @@
 //! admin | cni | debug
 //! config
 //! app | uninstall
+//! cli
 //! ```
 #![deny(unsafe_code)]
 
 pub mod admin;
 pub mod app;
+pub mod cli;
 pub mod cni;
 pub mod config;
 pub mod control_plane;

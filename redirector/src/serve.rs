@@ -15,7 +15,7 @@ use std::{
 
 use bytes::{Bytes, BytesMut};
 use http::{Method, Request, Response, StatusCode, header};
-use http_body_util::{BodyExt, Full};
+use http_body_util::{BodyExt, Full, combinators::UnsyncBoxBody};
 use hyper::{body::Incoming, server::conn::http1, service::service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::{
@@ -79,14 +79,14 @@ trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
 
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> Stream for T {}
 
-/// An answer.
-pub type Answer = Response<Full<Bytes>>;
+/// An answer, whole or made as it is read.
+pub type Answer = Response<UnsyncBoxBody<Bytes, Infallible>>;
 
 /// An answer of plain text; an empty one has no type.
 pub fn text(status: StatusCode, body: impl Into<String>) -> Answer {
     let body = body.into();
     let is_empty = body.is_empty();
-    let mut answer = Response::new(Full::new(Bytes::from(body)));
+    let mut answer = Response::new(Full::from(body).boxed_unsync());
     *answer.status_mut() = status;
     if !is_empty {
         let kind = header::HeaderValue::from_static("text/plain; charset=utf-8");

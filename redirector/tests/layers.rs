@@ -16,6 +16,7 @@ const LAYERS: &[&[&str]] = &[
     &["admin", "cni", "debug"],
     &["config"],
     &["app", "uninstall"],
+    &["cli"],
 ];
 
 /// Files, and directories with all that is in them, that may hold `unsafe`.

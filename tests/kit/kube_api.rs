@@ -28,6 +28,9 @@ pub const NODE: &str = "node-a";
 /// The annotation that agents write.
 pub const ANNOTATION: &str = "ambient.istio.io/redirection";
 
+/// The one that says what a captured pod's capture lacks.
+pub const IMPAIRED: &str = "redirector.io/impaired";
+
 /// Objects in one page of a list: so few that each list has several.
 const PAGE: usize = 2;
 
@@ -138,9 +141,14 @@ impl KubeApi {
 
     /// What the pod's annotation tells.
     pub fn told(&self, pod: &Pod) -> Option<String> {
+        self.annotation(pod, ANNOTATION)
+    }
+
+    /// What an annotation of the pod says.
+    pub fn annotation(&self, pod: &Pod, name: &str) -> Option<String> {
         let state = self.state();
         let object = state.objects.get(&("pods", key(pod)))?;
-        Some(object["metadata"]["annotations"][ANNOTATION].as_str()?.to_owned())
+        Some(object["metadata"]["annotations"][name].as_str()?.to_owned())
     }
 
     /// The patches that came.

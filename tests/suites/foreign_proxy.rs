@@ -212,6 +212,19 @@ fn without_it_all_is_refused(family: Family, options: Options) {
         );
         refused(&scene.node.outside.ns, addr);
     });
+    // Both are told to lack it, by the one's look at the latest.
+    let lacking = || {
+        let pods = scene.agent.pods();
+        let lacks = |pod: &&serde_json::Value| {
+            let error = pod["error"].as_str().unwrap_or_default();
+            pod["impaired"] == true && error.contains("listens on 15001, 15006, 15008")
+        };
+        pods.iter().filter(lacks).count()
+    };
+    wait::until("both pods to be told to lack it", || {
+        (lacking() == 2).then_some(())
+    });
+    assert!(scene.agent.log().contains("is not captured as it should be"));
     // The next is told of both pods, and has their connections as soon as it has said that it knows them.
     let proxy = scene.proxy("two");
     says(&proxy, "snapshot");
@@ -220,6 +233,7 @@ fn without_it_all_is_refused(family: Family, options: Options) {
             app::ask_who(&client.ns, addr).ok()
         });
     });
+    wait::until("no pod to be told to lack it", || (lacking() == 0).then_some(()));
     scene.talk(family);
 }
 

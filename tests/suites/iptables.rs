@@ -533,6 +533,7 @@ fn lists_of_ports_and_networks_hold(variant: Variant) {
     for (rules, outbound, inbound) in sets.chain([(bypass, [false; 2], [true; 2])]) {
         backend
             .attach(&network(rules.clone()), Serving::Own(listeners))
+            .map(drop)
             .unwrap();
         for family in Family::BOTH {
             for (index, port) in [PORT, PORT + 1].into_iter().enumerate() {

@@ -13,7 +13,7 @@ use redirector_tests::{
     agent::{Agent, Options},
     app::{self, App},
     cgroup::{Cgroup, command_in},
-    kube_api::{ANNOTATION, KubeApi},
+    kube_api::{ANNOTATION, IMPAIRED, KubeApi},
     mesh::PORT,
     node::{Family, Node, Pod},
     process::{Process, command},
@@ -47,6 +47,10 @@ fn main() -> ExitCode {
         case(
             "annotations_count_while_the_pod_runs",
             annotations_count_while_the_pod_runs,
+        ),
+        case(
+            "what_a_capture_lacks_is_told_on_the_pod",
+            what_a_capture_lacks_is_told_on_the_pod,
         ),
         case(
             "labels_that_no_watch_told_count_before_a_pod_is_let_out",
@@ -385,6 +389,38 @@ fn annotations_count_while_the_pod_runs() {
     wait::until("the annotation to count", || is(false));
     app::ask_who(&client.ns, outside).expect("in plain again");
     drop(server);
+}
+
+fn what_a_capture_lacks_is_told_on_the_pod() {
+    let (world, pods) = World::new(&["client"]);
+    let client = &pods[0];
+    world.api.pod(client, in_mesh());
+    world.add(client);
+    world.wait_told(client, Some("enabled"));
+    // More addresses than a pod may have: what it opens from the last ones would not be captured.
+    let more: Vec<_> = (0..70)
+        .map(|last| format!("addr add 10.77.0.{last}/32 dev eth0"))
+        .collect();
+    client.ns.ip(&more).unwrap();
+    let impaired = || world.agent.pods()[0]["impaired"] == true;
+    let told = || world.api.annotation(client, IMPAIRED);
+    wait::until("the agent to find it", || impaired().then_some(()));
+    let why = wait::until("the pod to tell of it", told);
+    assert!(why.contains("at most 64 are supported"), "{why}");
+    // Without it, its peers would call it in plain.
+    assert_eq!(world.api.told(client).as_deref(), Some("enabled"));
+    assert_eq!(world.state(client).as_deref(), Some("captured"));
+    let warned = world
+        .agent
+        .log()
+        .matches("is not captured as it should be")
+        .count();
+    assert_eq!(warned, 1, "once, and not at each look\n{}", world.agent.log());
+    let less: Vec<_> = more.iter().map(|line| line.replace(" add ", " del ")).collect();
+    client.ns.ip(&less).unwrap();
+    wait::until("the agent to mend it", || (!impaired()).then_some(()));
+    wait::until("the pod to tell of it no more", || told().is_none().then_some(()));
+    assert_eq!(world.api.told(client).as_deref(), Some("enabled"));
 }
 
 fn labels_that_no_watch_told_count_before_a_pod_is_let_out() {

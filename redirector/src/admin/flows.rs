@@ -6,7 +6,7 @@ use bytes::Bytes;
 use http::{Method, Request, StatusCode};
 use tokio::time::timeout;
 
-use super::{Admin, Endpoint, json_answer};
+use super::{Admin, json_answer};
 use crate::serve::{Answer, method_not_allowed, text};
 
 /// Connections in one answer, where nothing else is asked for.
@@ -18,17 +18,13 @@ const MOST: usize = 10_000;
 /// For so long an answer may wait for something to tell; well below what a connection to this port may take.
 const LONGEST_WAIT: Duration = Duration::from_secs(20);
 
-/// The answer to a request for one of the two paths; `None` for all others.
-pub(super) async fn answer(admin: &Admin, endpoint: Endpoint, request: &Request<Bytes>) -> Option<Answer> {
-    let path = request.uri().path();
-    if endpoint != Endpoint::Admin || !matches!(path, "/connections" | "/flows") {
-        return None;
-    }
+/// The answer to a request for one of the two paths.
+pub(super) async fn answer(admin: &Admin, request: &Request<Bytes>) -> Answer {
     if request.method() != Method::GET {
-        return Some(method_not_allowed(&Method::GET));
+        return method_not_allowed(&Method::GET);
     }
     let query = request.uri().query().unwrap_or_default();
-    Some(match path {
+    match request.uri().path() {
         "/connections" => match Connections::parse(query) {
             Ok(asked) => json_answer(&admin.flows.connections(asked.pod.as_deref(), asked.limit)),
             Err(error) => bad(&error),
@@ -37,7 +33,7 @@ pub(super) async fn answer(admin: &Admin, endpoint: Endpoint, request: &Request<
             Ok(asked) => ended(admin, asked).await,
             Err(error) => bad(&error),
         },
-    })
+    }
 }
 
 async fn ended(admin: &Admin, asked: Ended) -> Answer {

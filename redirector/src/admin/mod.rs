@@ -1,32 +1,34 @@
 //! What operators and probes ask of a running agent: admin (loopback), metrics, readiness.
 //!
-//! `app` builds an [`Admin`] and serves it; `client` is the other side, for `redirector status`.
+//! `app` builds an [`Admin`] and serves it; `client` is the other side, for the commands of `cli`.
 
-use std::{fmt::Write as _, net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
+use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use bytes::Bytes;
 use http::{HeaderValue, Method, Request, StatusCode, header};
 use prometheus_client::registry::Registry;
 use serde::Serialize;
-use serde_json::{Value, json};
+use serde_json::Value;
 use tokio::{net::TcpListener, sync::watch};
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    identity::store::Store,
+    identity::{crl_file::RevocationsView, states::IdentityState, store::Store},
     mesh::index::Mesh,
     pods::{
         kubernetes::{Missed, directory::Directory},
-        status::{State, Status},
+        status::Status,
     },
     proxy::flows::Flows,
     redirect::probers::View,
     serve::{Answer, Limits, Listener, method_not_allowed, serve, text},
-    telemetry::{Chain, logs, metrics},
+    telemetry::{logs, metrics},
 };
 
 pub mod client;
+mod dump;
 mod flows;
+mod logging;
 mod origin;
 
 const LIMITS: Limits = Limits {
@@ -66,6 +68,8 @@ pub struct Admin {
     pub backend: &'static str,
     /// The settings, without secrets.
     pub config: Value,
+    /// Whose turn it is to have a config dump.
+    pub dumps: dump::Turn,
     /// Cancelled to stop the agent.
     pub quit: CancellationToken,
     /// The agent is stopping, so it is not ready.
@@ -95,6 +99,22 @@ pub struct PodsView {
     pub status: Status,
 }
 
+/// The answer to `GET /certificates`.
+#[derive(Debug, Serialize)]
+struct CertificatesView {
+    certificates: Vec<IdentityState>,
+    revocations: Option<RevocationsView>,
+}
+
+impl CertificatesView {
+    fn of(identities: &Store) -> Self {
+        Self {
+            certificates: identities.states(),
+            revocations: identities.revocations(),
+        }
+    }
+}
+
 /// Which of the three endpoints.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Endpoint {
@@ -122,10 +142,23 @@ impl Admin {
         {
             return text(StatusCode::FORBIDDEN, format!("{foreign}\n"));
         }
-        match flows::answer(self, endpoint, request).await {
-            Some(answer) => answer,
-            None => self.handle(endpoint, request),
+        match (endpoint, request.uri().path()) {
+            (Endpoint::Admin, "/connections" | "/flows") => flows::answer(self, request).await,
+            (Endpoint::Admin, "/config_dump") if request.method() == Method::GET => dump::answer(self).await,
+            (Endpoint::Admin, "/certificates") if request.method() == Method::GET => {
+                self.certificates().await
+            }
+            (Endpoint::Admin, "/config_dump" | "/certificates") => method_not_allowed(&Method::GET),
+            _ => self.handle(endpoint, request),
         }
+    }
+
+    /// To read many certificates takes a while.
+    async fn certificates(&self) -> Answer {
+        let identities = Arc::clone(&self.identities);
+        let told = tokio::task::spawn_blocking(move || json_answer(&CertificatesView::of(&identities)));
+        told.await
+            .unwrap_or_else(|error| text(StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")))
     }
 
     fn handle(&self, endpoint: Endpoint, request: &Request<Bytes>) -> Answer {
@@ -140,8 +173,9 @@ impl Admin {
             }
             (Endpoint::Admin, "/") => (Method::GET, &|| text(StatusCode::OK, INDEX)),
             (Endpoint::Admin, "/pods") => (Method::GET, &|| json_answer(&self.pods_view())),
-            (Endpoint::Admin, "/config_dump") => (Method::GET, &|| json_answer(&self.dump())),
-            (Endpoint::Admin, "/logging") => (Method::POST, &|| self.logging(request.uri().query())),
+            (Endpoint::Admin, "/logging") => (Method::POST, &|| {
+                logging::answer(&self.logs, request.uri().query().unwrap_or_default())
+            }),
             (Endpoint::Admin, "/quitquitquit") => (Method::POST, &|| {
                 self.quit.cancel();
                 text(StatusCode::OK, "shutdown now\n")
@@ -214,55 +248,18 @@ impl Admin {
             status,
         }
     }
-
-    fn dump(&self) -> Value {
-        let (workloads, services) = self.mesh.borrow().len();
-        json!({
-            "version": { "version": env!("CARGO_PKG_VERSION") },
-            "workloads": workloads,
-            "services": services,
-            "pods": self.pods_view(),
-            "certificates": self.identities.states(),
-            "revocations": self.identities.revocations(),
-            "config": self.config,
-        })
-    }
-
-    /// `?level=` sets the level, as does `?MODULE=LEVEL,...`; with neither the present one is told.
-    fn logging(&self, query: Option<&str>) -> Answer {
-        let wanted = match query.unwrap_or_default() {
-            "" => None,
-            "reset" => Some(logs::Filter::default().to_string()),
-            query => Some(
-                query
-                    .strip_prefix("level=")
-                    .unwrap_or(query)
-                    .replace("%3D", "=")
-                    .replace("%2C", ","),
-            ),
-        };
-        if let Some(wanted) = wanted {
-            match wanted.parse() {
-                Ok(filter) => self.logs.set_filter(&filter),
-                Err(error) => return text(StatusCode::BAD_REQUEST, format!("{}\n", Chain(&error))),
-            }
-        }
-        text(
-            StatusCode::OK,
-            format!("current log level is {}\n", self.logs.filter()),
-        )
-    }
 }
 
 const INDEX: &str = "\
 GET  /pods            pods and their capture state
 GET  /connections     what is open; ?pod=NAMESPACE/NAME, ?limit=N
 GET  /flows           what has ended; ?after=NEXT&wait=SECONDS waits for more
-GET  /config_dump     mesh, pods and settings
+GET  /certificates    identities, their certificates, and revocation lists
+GET  /config_dump     everything, as istioctl ztunnel-config reads it
 GET  /metrics         counters
 GET  /healthz/ready   readiness
 GET  /healthz/live    whether it answers
-POST /logging         log level; ?level=LEVEL sets it
+POST /logging         log level; ?level=LEVEL or ?level=MODULE=LEVEL,... changes it, ?reset undoes that
 POST /quitquitquit    stop the agent
 ";
 
@@ -278,69 +275,6 @@ fn json_answer(value: &impl Serialize) -> Answer {
         }
         Err(error) => text(StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")),
     }
-}
-
-/// The state of an agent as `redirector status` prints it.
-pub fn render(address: SocketAddr, view: &PodsView, metrics: &str) -> String {
-    let mut out = String::new();
-    // Writing to a String does not fail.
-    let ready = if view.ready {
-        "ready".to_owned()
-    } else {
-        format!("not ready: {}", view.pending.join(", "))
-    };
-    let _ = writeln!(
-        out,
-        "agent at {address}: {ready}; backend {}; pods {}",
-        view.backend,
-        view.status.pods.len()
-    );
-    if let Some(file) = &view.cni_plugin {
-        let _ = writeln!(out, "CNI plugin installed in {}", file.display());
-    }
-    if let Some(probes) = &view.probes {
-        let _ = writeln!(
-            out,
-            "connections from this node that reach the pods directly: {probes}"
-        );
-    }
-    for pod in &view.status.pods {
-        let state = match pod.state {
-            State::Starting => "starting",
-            State::Captured => "captured",
-            State::NotCaptured => "NOT CAPTURED",
-            State::Stopping => "stopping",
-        };
-        let addresses: Vec<_> = pod.addresses.iter().map(ToString::to_string).collect();
-        let (namespace, name) = (&pod.namespace, &pod.name);
-        let _ = write!(
-            out,
-            "  {namespace}/{name}  {state}  {}  sa {}",
-            addresses.join(","),
-            pod.service_account
-        );
-        let _ = write!(out, "  uid {}  net:[{}]", pod.uid, pod.netns);
-        let _ = write!(out, "{}", if pod.strict { "  strict" } else { "" });
-        let _ = match &pod.error {
-            Some(error) => writeln!(out, "  {error}"),
-            None => writeln!(out),
-        };
-    }
-    for pod in &view.missed {
-        let Missed {
-            uid,
-            namespace,
-            name,
-            error,
-        } = pod;
-        let _ = writeln!(out, "  {namespace}/{name}  NOT CAPTURED  uid {uid}  {error}");
-    }
-    let _ = writeln!(out, "counters that are not zero:");
-    let told = |line: &&str| !line.starts_with('#') && !line.is_empty() && !line.ends_with(" 0");
-    for line in metrics.lines().filter(told) {
-        let _ = writeln!(out, "  {line}");
-    }
-    out
 }
 
 #[cfg(test)]

@@ -40,7 +40,7 @@ use crate::{
 
 mod entry;
 
-use self::entry::{Entry, Job, Request};
+use self::entry::{Entry, Fault, Job, Request};
 
 /// Time between tries to capture a pod that failed. ztunnel's.
 const RETRY_INTERVAL: Duration = Duration::from_secs(5);
@@ -457,7 +457,26 @@ impl<L: Launch> Lifecycle<L> {
         };
         entry.pod = pod;
         let looked = matches!(request, Request::Check(_));
-        let whole_as_before = looked && result.is_ok() && entry.fault.is_none() && entry.queue.is_empty();
+        let fault = match (&request, &result) {
+            (Request::Delete(_), _) | (Request::Check(_), Err(Error::NamespaceGone { .. })) => None,
+            (Request::Check(_), Err(error)) => entry.pod.as_ref().and_then(|pod| Fault::of(pod, Some(error))),
+            _ => entry.pod.as_ref().and_then(|pod| Fault::of(pod, None)),
+        };
+        let fault_before = std::mem::replace(&mut entry.fault, fault);
+        let whole_as_before = looked
+            && result.is_ok()
+            && fault_before.is_none()
+            && entry.fault.is_none()
+            && entry.queue.is_empty();
+        match &entry.fault {
+            Some(fault) if fault_before.as_ref() != Some(fault) => {
+                warn!(%uid, error = %fault.text, "the pod is not captured as it should be; trying again");
+            }
+            None if looked && result.is_ok() && fault_before.is_some() => {
+                info!(%uid, "the pod is captured as it should be again");
+            }
+            _ => {}
+        }
         match (request, &result) {
             (Request::Add(_), Ok(())) => {
                 self.metrics.started.inc();
@@ -499,18 +518,10 @@ impl<L: Launch> Lifecycle<L> {
                 };
                 entry.queue.push_front((Request::Delete(delete), None));
             }
-            (Request::Check(_), Ok(())) => {
-                if entry.fault.take().is_some() {
-                    info!(%uid, "the pod is captured as it should be again");
-                }
+            (Request::Check(_), Err(error)) if entry.pod.is_none() => {
+                error!(%uid, error = %Chain(error), "the pod was lost in a look at it");
             }
-            (Request::Check(_), Err(error)) => {
-                let fault = Chain(error).to_string();
-                if entry.fault.as_ref() != Some(&fault) {
-                    warn!(%uid, error = %fault, "the pod is not captured as it should be; trying again");
-                    entry.fault = Some(fault);
-                }
-            }
+            (Request::Check(_), _) => {}
             (Request::Delete(_), Ok(())) => {
                 self.metrics.stopped.inc();
             }
@@ -579,6 +590,8 @@ impl<L: Launch> Lifecycle<L> {
         let count = |state| pods.iter().filter(|pod| pod.state == state).count() as i64;
         self.metrics.active.set(count(State::Captured));
         self.metrics.pending.set(count(State::NotCaptured));
+        let impaired = pods.iter().filter(|pod| pod.impaired).count();
+        self.metrics.impaired.set(impaired as i64);
         let status = Status {
             synced: matches!(self.snapshot, Snapshot::Received(_)),
             pods,

@@ -38,6 +38,9 @@ pub struct PodStatus {
     pub addresses: Vec<IpAddr>,
     /// Whether its traffic is captured.
     pub state: State,
+    /// Whether it is captured, and not as it should be: what it opens or is opened to it may be refused, or go in plain. `error` says why.
+    #[serde(default)]
+    pub impaired: bool,
     /// Whether what it would send or get in plain is refused, by its newest rules.
     #[serde(default)]
     pub strict: bool,
@@ -64,6 +67,7 @@ pub enum State {
 pub struct Metrics {
     pub(super) active: Gauge,
     pub(super) pending: Gauge,
+    pub(super) impaired: Gauge,
     pub(super) started: Counter,
     pub(super) stopped: Counter,
     pub(super) failed: Counter,
@@ -104,6 +108,11 @@ impl Metrics {
             "pending_proxy_count",
             "Pods whose capture failed and is tried again",
             &self.pending,
+        );
+        registry.register(
+            "redirector_pods_impaired",
+            "Pods that are captured, and not as they should be",
+            self.impaired.clone(),
         );
         let mut counter = |name: &str, help: &str, metric: &Counter| {
             registry.register(format!("{prefix}{name}"), help, metric.clone());

@@ -26,7 +26,7 @@ use super::{
 };
 use crate::{
     mesh::pod::PodUid,
-    redirect::{PodNetwork, Redirector, Serving, overrides::Overrides, rules::Rules},
+    redirect::{Attached, PodNetwork, Redirector, Serving, overrides::Overrides, rules::Rules},
     sys::{
         interfaces::InterfaceAddress,
         netns::{Netns, NetnsId},
@@ -60,6 +60,8 @@ pub(super) struct Captured<P> {
     pub(super) add: PodAdd,
     pub(super) network: PodNetwork,
     proxy: P,
+    /// What the backend said of it last.
+    pub(super) attached: Attached,
 }
 
 /// What a job leaves: the pod, if it is captured now, and how it went.
@@ -105,14 +107,19 @@ impl<L: Launch> Worker<L> {
             }
         }
         match self.capture(&add, &network, true).await {
-            Ok(proxy) => {
+            Ok((proxy, attached)) => {
                 info!(
                     uid = %add.info.uid, pod = %format_args!("{}/{}", add.info.namespace, add.info.name),
                     netns = %add.netns.id(), backend = self.redirector.name(), addresses = ?network.addresses,
                     "pod captured"
                 );
                 Done {
-                    pod: Some(Captured { add, network, proxy }),
+                    pod: Some(Captured {
+                        add,
+                        network,
+                        proxy,
+                        attached,
+                    }),
                     result: Ok(()),
                 }
             }
@@ -130,7 +137,12 @@ impl<L: Launch> Worker<L> {
     async fn bring_back(self: &Arc<Self>, add: PodAdd, network: PodNetwork) -> Option<Captured<L::Proxy>> {
         // Its record was not touched: a new one is written as a whole or not at all.
         match self.capture(&add, &network, false).await {
-            Ok(proxy) => Some(Captured { add, network, proxy }),
+            Ok((proxy, attached)) => Some(Captured {
+                add,
+                network,
+                proxy,
+                attached,
+            }),
             Err(error) => {
                 error!(uid = %add.info.uid, error = %Chain(&error), "the pod stays captured without a proxy: its connections are refused");
                 None
@@ -156,18 +168,24 @@ impl<L: Launch> Worker<L> {
         let change = move || {
             let result = guarded(STEP, || {
                 let serving = self.launch.serving(&old.proxy);
-                self.redirector.attach(&network, serving).map_err(Error::Attach)?;
-                self.records.save(&Record::of(&add)).map_err(Error::Record)
+                let attached = self.redirector.attach(&network, serving).map_err(Error::Attach)?;
+                self.records.save(&Record::of(&add)).map_err(Error::Record)?;
+                Ok(attached)
             });
-            let changed = match result {
-                Ok(()) => {
+            Ok(match result {
+                Ok(attached) => {
                     self.launch.set_strict(&old.proxy, network.rules.strict);
                     info!(uid = %add.info.uid, rules = ?network.rules, "the pod has new rules");
-                    Captured { add, network, ..old }
+                    let changed = Captured {
+                        add,
+                        network,
+                        attached,
+                        ..old
+                    };
+                    (changed, Ok(()))
                 }
-                Err(_) => old,
-            };
-            Ok((changed, result))
+                Err(error) => (old, Err(error)),
+            })
         };
         Self::guarded_done(STEP, change).await
     }
@@ -210,15 +228,20 @@ impl<L: Launch> Worker<L> {
             pod.network.rules.strict = wanted.rules.strict;
             let result = guarded(STEP, || still_there(&pod.add)).and_then(|()| match attach(&wanted) {
                 Err(error) if wanted.rules != pod.network.rules => {
-                    attach(&pod.network)?;
-                    Err(Error::NewRules(Box::new(error)))
+                    attach(&pod.network).map(|attached| (attached, Err(Error::NewRules(Box::new(error)))))
                 }
-                attached => attached,
+                attached => attached.map(|attached| (attached, Ok(()))),
             });
-            if result.is_ok() {
-                pod.network = wanted;
-            }
-            Ok((pod, result))
+            Ok(match result {
+                Ok((attached, result)) => {
+                    pod.attached = attached;
+                    if result.is_ok() {
+                        pod.network = wanted;
+                    }
+                    (pod, result)
+                }
+                Err(error) => (pod, Err(error)),
+            })
         };
         Self::guarded_done(STEP, look).await
     }
@@ -330,7 +353,7 @@ impl<L: Launch> Worker<L> {
         add: &PodAdd,
         network: &PodNetwork,
         record: bool,
-    ) -> Result<L::Proxy, Error> {
+    ) -> Result<(L::Proxy, Attached), Error> {
         let uid = &add.info.uid;
         let worker = Arc::clone(self);
         let pod = NewPod {
@@ -354,21 +377,21 @@ impl<L: Launch> Worker<L> {
             let steps = || {
                 let serving = worker.launch.serving(&proxy);
                 let begin = Instant::now();
-                guarded("attach to the pod", || {
+                let attached = guarded("attach to the pod", || {
                     worker.redirector.attach(&network, serving).map_err(Error::Attach)
                 })?;
                 let elapsed = begin.elapsed();
                 worker.durations.attach.observe(elapsed.as_secs_f64());
                 debug!(uid = %network.uid, elapsed_us = elapsed.as_micros(), "redirection attached");
-                if !record {
-                    return Ok(());
+                if record {
+                    guarded("record the pod", || {
+                        worker
+                            .records
+                            .save(&Record::of(&record_of))
+                            .map_err(Error::Record)
+                    })?;
                 }
-                guarded("record the pod", || {
-                    worker
-                        .records
-                        .save(&Record::of(&record_of))
-                        .map_err(Error::Record)
-                })
+                Ok(attached)
             };
             let result = steps();
             if result.is_err() && !captured_before {
@@ -383,7 +406,7 @@ impl<L: Launch> Worker<L> {
         };
         let (proxy, result) = blocking("attach to the pod", attach).await?;
         match result {
-            Ok(()) => Ok(proxy),
+            Ok(attached) => Ok((proxy, attached)),
             Err(error) => {
                 self.stop(uid, proxy, Duration::ZERO).await;
                 Err(error)

@@ -68,6 +68,11 @@ pub(crate) trait Failure: Error {
     fn policy(&self) -> Option<&PolicyName> {
         None
     }
+
+    /// What an operator may look at, where the error's own text does not say.
+    fn advice(&self) -> Option<&'static str> {
+        None
+    }
 }
 
 impl Failure for io::Error {}
@@ -116,6 +121,29 @@ pub(crate) fn handshake_reason(error: &io::Error) -> &'static str {
         },
         Some(_) => "protocol",
     }
+}
+
+/// What an operator may look at after a failed TLS handshake.
+pub(crate) fn advice_of_tls(error: &io::Error) -> Option<&'static str> {
+    Some(match handshake_reason(error) {
+        "closed" | "reset" => "the peer hung up: it may be no HBONE proxy, or may be starting or draining",
+        "peer_revoked" => "the peer's certificate is on a revocation list (--crl-file)",
+        "peer_expired" => "the peer's certificate is over: its proxy gets no new one, or a clock is wrong",
+        "peer_not_valid_yet" => "the peer's certificate is of the future: a clock is wrong",
+        "peer_unknown_issuer" => {
+            "the peer's certificate leads to none of this pod's roots: both sides must trust one authority"
+        }
+        "peer_other_identity" => {
+            "somebody else than expected is there: the mesh may be stale, the address may be another pod's now, or the trust domains differ"
+        }
+        "refused_as_revoked" => "the peer has this pod's certificate on a revocation list",
+        "refused_as_expired" => {
+            "this pod's certificate is over for the peer: see /certificates, and the clocks of both nodes"
+        }
+        "refused_as_of_unknown_issuer" => "the peer does not trust the authority of this pod's certificate",
+        "peer_without_certificate" => "the peer showed no certificate: it is no proxy of the mesh",
+        _ => return None,
+    })
 }
 
 #[cfg(test)]

@@ -24,6 +24,7 @@ use super::{
     copy::{Leg, Refused, Sink},
     dial,
     failure::{self, Failure, Flag},
+    flows::Redirect,
     hbone::server::{self, Connect},
     metrics::Reason,
     proxy_protocol,
@@ -101,6 +102,13 @@ impl Failure for Error {
             _ => None,
         }
     }
+
+    fn advice(&self) -> Option<&'static str> {
+        match self {
+            Self::Tls(error) => failure::advice_of_tls(error),
+            _ => None,
+        }
+    }
 }
 
 /// A tunnel's ends.
@@ -133,7 +141,8 @@ pub(super) async fn connection(pod: Arc<Pod>, stream: TcpStream, peer: SocketAdd
     let Ok(of_all) = pod.peers.handshakes.try_acquire() else {
         return refuse(Reason::handshakes);
     };
-    let record = Record::new(&pod.recorder, Direction::Inbound, peer);
+    let mut record = Record::new(&pod.recorder, Direction::Inbound, peer);
+    record.facts().redirect = Some(Redirect::Hbone);
     let (io, tunnel, mut proof) = match accept(&pod, stream, peer).await {
         Ok(accepted) => accepted,
         Err(error) => return record.fail(&error),
@@ -200,6 +209,7 @@ async fn accept(
 async fn request(pod: Arc<Pod>, tunnel: Arc<Tunnel>, mut connect: Connect) {
     let authority = connect.authority().to_owned();
     let mut record = record_of(&pod, &tunnel, authority, connect.headers());
+    record.facts().redirect = Some(Redirect::Hbone);
     record.open(Security::MutualTls);
 
     let _permits = match permits(&pod, &tunnel) {

@@ -8,11 +8,17 @@ use prometheus_client::{
     registry::Registry,
 };
 
-use super::{plaintext, record::Direction, traffic::Traffic};
+use super::{
+    access_log::{self, AccessLog},
+    plaintext,
+    record::Direction,
+    traffic::Traffic,
+};
 
-/// Counters of all pods' connections.
+/// Counters of all pods' connections, and the log of them.
 #[derive(Debug, Default)]
 pub struct Metrics {
+    pub(super) access_log: AccessLog,
     pub(super) traffic: Traffic,
     pub(super) denied: Counter,
     pub(super) same_node: Counter,
@@ -51,9 +57,18 @@ struct Refused {
 }
 
 impl Metrics {
+    /// With an access log of which `access_log` says what is written.
+    pub fn new(access_log: access_log::Config) -> Self {
+        Self {
+            access_log: AccessLog::new(access_log),
+            ..Self::default()
+        }
+    }
+
     /// Names them in `registry`. Counters get `_total` when they are written.
     pub fn register(&self, registry: &mut Registry) {
         self.traffic.register(registry);
+        self.access_log.register(registry);
         registry.register(
             "istio_tcp_sockets_open",
             "Connections that are open on the pods' listeners",

@@ -13,8 +13,8 @@
 //! - `peers`: what one peer may have of a pod's proxy
 //! - `plaintext`: what must not be in plain, and what is
 //! - `baggage`, `proxy_protocol`: what is told of callers to other proxies, and to applications
-//! - `record`: a connection's entry in the counters and in the access log; `metrics`, `traffic`: what is counted;
-//!   `flows`: what is open and what has ended; `failure`: why
+//! - `record`: a connection's entry in the counters and in the access log; `access_log`: its line there; `metrics`, `traffic`: what is
+//!   counted; `flows`: what is open and what has ended; `failure`: why
 
 use std::{
     io,
@@ -63,6 +63,7 @@ use crate::{
 };
 
 mod accept;
+pub mod access_log;
 mod addresses;
 pub mod baggage;
 mod connections;

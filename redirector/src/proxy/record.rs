@@ -1,7 +1,7 @@
-//! One record per connection: counts it, and writes its access line when it ends, however it ends.
+//! One record per connection: counts it, and has its access line written when it ends, however it ends.
 //!
-//! Field names are Istio's. Bytes are as the local pod sees them: sent by its application, received by it. The metrics count
-//! by the direction of the request, as Istio's do.
+//! Bytes are as the local pod sees them: sent by its application, received by it. The metrics count by the direction of the request, as
+//! Istio's do.
 
 use std::{
     error::Error,
@@ -13,7 +13,6 @@ use std::{
 };
 
 use prometheus_client::metrics::counter::Counter;
-use tracing::field;
 
 use super::{
     connections::{Admitted, Entry},
@@ -246,17 +245,7 @@ impl Record {
         let flow = Arc::get_mut(&mut self.flow);
         flow.expect("a connection is opened once").open = Some(open);
         self.recorder.flows.enter(&self.flow);
-        let facts = self.known();
-        tracing::event!(
-            target: "access",
-            tracing::Level::DEBUG,
-            src.addr = %self.flow.src,
-            dst.addr = facts.dst.map(field::display),
-            dst.hbone_addr = facts.hbone_dst,
-            direction = direction.as_str(),
-            same_node = facts.same_node.then_some(true),
-            "connection opened"
-        );
+        self.recorder.metrics.access_log.opened(&self.flow);
     }
 
     /// Counters of the bytes that the local pod sends and receives. The connection must be [open](Self::open).
@@ -283,7 +272,11 @@ impl Record {
     /// It did not come about.
     pub(crate) fn fail(mut self, error: &dyn Failure) {
         self.decided_by(error.policy());
-        self.end = End::Failed(error.flag(), chain(error));
+        let text = match error.advice() {
+            None => chain(error),
+            Some(advice) => format!("{} ({advice})", chain(error)),
+        };
+        self.end = End::Failed(error.flag(), text);
     }
 
     /// It was copied, and ended so.
@@ -326,53 +319,13 @@ impl Drop for Record {
         };
         let (flow, metrics) = (&self.flow, &self.recorder.metrics);
         self.recorder.flows.end(flow, flag, error.clone());
-        let (facts, error) = (&flow.facts, error.as_deref());
-        let Some(open) = &flow.open else {
-            metrics.denied.inc();
-            tracing::event!(
-                target: "access",
-                tracing::Level::WARN,
-                src.addr = %flow.src,
-                dst.addr = facts.dst.map(field::display),
-                direction = flow.direction.as_str(),
-                error,
-                "connection failed"
-            );
-            return;
-        };
-        open.series.end(flag);
-        let destination = flow.destination();
-        // The level is part of a call's static data, so the line is written out once for each.
-        macro_rules! complete {
-            ($level:ident) => {
-                tracing::event!(
-                    target: "access",
-                    tracing::Level::$level,
-                    src.addr = %flow.src,
-                    src.workload = facts.source.workload.as_deref(),
-                    src.namespace = facts.source.namespace.as_deref(),
-                    src.identity = facts.source.identity.as_ref().map(field::display),
-                    dst.addr = facts.dst.map(field::display),
-                    dst.hbone_addr = facts.hbone_dst,
-                    dst.service = facts.service.as_ref().map(|service| field::display(&service.host.hostname)),
-                    dst.workload = destination.workload.as_deref(),
-                    dst.namespace = destination.namespace.as_deref(),
-                    dst.identity = destination.identity.as_ref().map(field::display),
-                    direction = flow.direction.as_str(),
-                    same_node = facts.same_node.then_some(true),
-                    bytes_sent = open.sent.bytes(),
-                    bytes_recv = open.received.bytes(),
-                    duration = %format_args!("{}ms", flow.elapsed().as_millis()),
-                    error,
-                    "connection complete"
-                )
-            };
+        match &flow.open {
+            Some(open) => open.series.end(flag),
+            None => {
+                metrics.denied.inc();
+            }
         }
-        if error.is_none() {
-            complete!(INFO)
-        } else {
-            complete!(ERROR)
-        }
+        metrics.access_log.ended(flow, flag, error.as_deref());
     }
 }
 

@@ -91,6 +91,14 @@ pub struct Marks {
     pub application_over_lo: bool,
 }
 
+/// How `attach` leaves a pod.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[must_use]
+pub struct Attached {
+    /// What its capture lacks, though all that the backend makes is in place; for want of it connections are refused.
+    pub lacks: Option<String>,
+}
+
 /// How a pod's packets reach the proxy. Blocking (netlink, bpf(2)): call `attach` and `detach` from `spawn_blocking`.
 pub trait Redirector: Send + Sync {
     /// The backend's name: `ebpf`, `iptables`, `none`.
@@ -104,7 +112,7 @@ pub trait Redirector: Send + Sync {
 
     /// Brings the pod to the captured state, whatever state it is in; adopts what an earlier agent left. New rules are for new
     /// connections: open ones go on as they began.
-    fn attach(&self, pod: &PodNetwork, serving: Serving<'_>) -> Result<(), Error>;
+    fn attach(&self, pod: &PodNetwork, serving: Serving<'_>) -> Result<Attached, Error>;
 
     /// Captures nothing new from now on; connections that are captured go on. `detach` follows, once they have ended.
     fn release(&self, pod: &PodNetwork) -> Result<(), Error>;

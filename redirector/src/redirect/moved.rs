@@ -5,7 +5,9 @@
 
 use std::{io, net::SocketAddr, os::fd::BorrowedFd};
 
-use super::{Count, Error, Leftovers, Marks, PodNetwork, Redirector, Serving, probers::View, rules::Rules};
+use super::{
+    Attached, Count, Error, Leftovers, Marks, PodNetwork, Redirector, Serving, probers::View, rules::Rules,
+};
 use crate::{mesh::pod::PodUid, sys::netns::Netns};
 
 /// A backend, with what is left of others.
@@ -54,8 +56,8 @@ impl Redirector for Moved {
         self.now.refuses(rules)
     }
 
-    fn attach(&self, pod: &PodNetwork, serving: Serving<'_>) -> Result<(), Error> {
-        self.now.attach(pod, serving.clone())?;
+    fn attach(&self, pod: &PodNetwork, serving: Serving<'_>) -> Result<Attached, Error> {
+        let attached = self.now.attach(pod, serving.clone())?;
         let moved = self.let_go(&pod.uid, Some(&pod.netns)).map_err(|errors| {
             let texts: Vec<_> = errors.iter().map(ToString::to_string).collect();
             let operation = format!("removing what another backend left in {}", pod.uid);
@@ -63,9 +65,9 @@ impl Redirector for Moved {
         })?;
         if moved {
             // Both may want the same sysctl, and the other has put it back to what it was before.
-            self.now.attach(pod, serving)?;
+            return self.now.attach(pod, serving);
         }
-        Ok(())
+        Ok(attached)
     }
 
     fn release(&self, pod: &PodNetwork) -> Result<(), Error> {

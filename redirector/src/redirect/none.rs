@@ -4,7 +4,7 @@ use std::{io, net::SocketAddr, os::fd::BorrowedFd};
 
 use redirector_common::consts::MARK_PROXY;
 
-use super::{Count, Error, Marks, PodNetwork, Redirector, Serving, rules::Rules};
+use super::{Attached, Count, Error, Marks, PodNetwork, Redirector, Serving, rules::Rules};
 use crate::{mesh::pod::PodUid, sys::socket};
 
 /// Does nothing to a pod.
@@ -32,8 +32,8 @@ impl Redirector for NoRedirect {
         None
     }
 
-    fn attach(&self, _: &PodNetwork, _: Serving<'_>) -> Result<(), Error> {
-        Ok(())
+    fn attach(&self, _: &PodNetwork, _: Serving<'_>) -> Result<Attached, Error> {
+        Ok(Attached::default())
     }
 
     fn release(&self, _pod: &PodNetwork) -> Result<(), Error> {

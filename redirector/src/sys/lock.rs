@@ -58,7 +58,7 @@ impl DirectoryLock {
         match directory.try_lock() {
             Ok(()) => Ok(Self { directory }),
             Err(TryLockError::WouldBlock) => Err(LockError::Held {
-                holder: holder(&directory.metadata()?),
+                holder: holding_process(&directory.metadata()?),
             }),
             Err(TryLockError::Error(error)) => Err(error.into()),
         }
@@ -71,8 +71,35 @@ impl AsFd for DirectoryLock {
     }
 }
 
+/// Who has a directory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Holder {
+    /// It can be locked.
+    Nobody,
+    /// A process.
+    Process(u32),
+    /// Somebody who cannot be seen from here.
+    Hidden,
+}
+
+/// Who has the directory at `path` locked. Where that cannot be seen it is locked for a moment, which is no hindrance to others who ask.
+///
+/// # Errors
+/// Those of open(2) and flock(2).
+pub fn holder(path: &Path) -> io::Result<Holder> {
+    let directory = File::open(path)?;
+    if let Some(pid) = holding_process(&directory.metadata()?) {
+        return Ok(Holder::Process(pid));
+    }
+    match directory.try_lock_shared() {
+        Ok(()) => Ok(Holder::Nobody),
+        Err(TryLockError::WouldBlock) => Ok(Holder::Hidden),
+        Err(TryLockError::Error(error)) => Err(error),
+    }
+}
+
 /// The process that has a file locked; `None` when it is in another PID namespace, or has handed the lock over and ended.
-fn holder(metadata: &Metadata) -> Option<u32> {
+fn holding_process(metadata: &Metadata) -> Option<u32> {
     let locks = fs::read_to_string("/proc/locks").ok()?;
     let device = metadata.dev();
     // proc_locks(5): major and minor in hexadecimal, inode in decimal.
@@ -112,7 +139,13 @@ mod tests {
                 || error.to_string() == format!("locked by process {own}"),
             "{error}"
         );
+        let seen = holder(directory.path()).unwrap();
+        assert!(
+            matches!(seen, Holder::Hidden) || seen == Holder::Process(own),
+            "{seen:?}"
+        );
         drop(lock);
+        assert_eq!(holder(directory.path()).unwrap(), Holder::Nobody);
         DirectoryLock::take(directory.path()).unwrap();
     }
 

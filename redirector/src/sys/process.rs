@@ -1,6 +1,11 @@
 //! What this process may do, and which network namespaces are the node's own.
 
-use std::{fs, io, os::unix::fs::MetadataExt, path::Path, sync::OnceLock};
+use std::{
+    fs, io,
+    os::unix::fs::MetadataExt,
+    path::{Path, PathBuf},
+    sync::OnceLock,
+};
 
 use nix::sys::{
     resource::{RLIM_INFINITY, Resource, getrlimit, setrlimit},
@@ -41,6 +46,17 @@ fn choose_sysctls(read_only: bool, node_is_mounted: bool) -> &'static str {
         NODE_SYSCTLS
     } else {
         SYSCTLS
+    }
+}
+
+/// A switch below /sys that is the whole node's, where this process can write it: container runtimes mount a container's own /sys
+/// read-only, so the node's file may be mounted below /host/sys.
+pub fn sysfs_file(name: &str) -> PathBuf {
+    let node = Path::new("/host/sys").join(name);
+    if node.exists() {
+        node
+    } else {
+        Path::new("/sys").join(name)
     }
 }
 

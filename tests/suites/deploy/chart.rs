@@ -20,7 +20,7 @@ use serde_json::{Map, Value, json};
 
 use crate::{
     objects::{items, only, parse, text},
-    ways::{NETNS, PROC, WAYS, Way},
+    ways::{NETNS, PROC, RCU_EXPEDITED, WAYS, Way},
 };
 
 /// Where the agent's own files are, in its container.
@@ -270,8 +270,11 @@ fn mounts_are_used(way: &Way, pod: &Value, container: &Value, config: &Value) {
         let (name, at) = (text(&mount["name"]), text(&mount["mountPath"]));
         if let Some(path) = volumes[name]["hostPath"]["path"].as_str() {
             node_paths.insert(path.to_owned());
-            // As on the node, so that a path means the same in both; but a container's /proc is its own.
-            let expected = if path == PROC { "/host/proc" } else { path };
+            // As on the node, so that a path means the same in both; but a container's /proc and /sys are its own.
+            let expected = match path {
+                PROC | RCU_EXPEDITED => format!("/host{path}"),
+                _ => path.to_owned(),
+            };
             assert_eq!(at, expected);
         } else {
             assert_eq!(mount["readOnly"], true, "{mount}");

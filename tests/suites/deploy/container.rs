@@ -119,7 +119,7 @@ impl Ground {
     /// Where a path of the node is: the kernel's own are the machine's.
     fn of_node(&self, path: &str) -> PathBuf {
         match path {
-            "/proc" | "/sys/fs/cgroup" => path.into(),
+            "/proc" | "/sys/fs/cgroup" | "/sys/kernel/rcu_expedited" => path.into(),
             "/var/run/netns" => "/run/netns".into(),
             _ => self
                 .node

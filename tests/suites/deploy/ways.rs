@@ -16,10 +16,11 @@ const STATE: &str = "/run/redirector";
 const BPFFS: &str = "/sys/fs/bpf";
 const CGROUPS: &str = "/sys/fs/cgroup";
 pub(crate) const PROC: &str = "/proc";
+pub(crate) const RCU_EXPEDITED: &str = "/sys/kernel/rcu_expedited";
 pub(crate) const NETNS: &str = "/var/run/netns";
 const CNI: [&str; 2] = ["/etc/cni/net.d", "/opt/cni/bin"];
 const ZTUNNEL: &str = "/var/run/ztunnel";
-const CAPTURING: &[&str] = &[STATE, BPFFS, CGROUPS, PROC, NETNS, CNI[0], CNI[1]];
+const CAPTURING: &[&str] = &[STATE, BPFFS, CGROUPS, PROC, RCU_EXPEDITED, NETNS, CNI[0], CNI[1]];
 
 const OF_PODS: &[&str] = &[
     "get pods",
@@ -65,7 +66,17 @@ pub(crate) const WAYS: &[Way] = &[
         values: r#"{"proxy": "ztunnel"}"#,
         capabilities: OF_CNI,
         rights: &[OF_PODS],
-        node_paths: &[STATE, BPFFS, CGROUPS, PROC, NETNS, CNI[0], CNI[1], ZTUNNEL],
+        node_paths: &[
+            STATE,
+            BPFFS,
+            CGROUPS,
+            PROC,
+            RCU_EXPEDITED,
+            NETNS,
+            CNI[0],
+            CNI[1],
+            ZTUNNEL,
+        ],
     },
     Way {
         name: "without_istio_by_files",
@@ -123,6 +134,7 @@ pub(crate) const WAYS: &[Way] = &[
             BPFFS,
             CGROUPS,
             PROC,
+            RCU_EXPEDITED,
             NETNS,
             CNI[0],
             CNI[1],
@@ -140,6 +152,7 @@ pub(crate) const WAYS: &[Way] = &[
             BPFFS,
             CGROUPS,
             PROC,
+            RCU_EXPEDITED,
             NETNS,
             "/var/lib/rancher/k3s/agent/etc/cni/net.d",
             "/var/lib/rancher/k3s/data/cni",
@@ -150,7 +163,7 @@ pub(crate) const WAYS: &[Way] = &[
         values: r#"{"cni": {"install": false}}"#,
         capabilities: &["CAP_SYS_PTRACE"],
         rights: &[OF_PODS],
-        node_paths: &[STATE, BPFFS, CGROUPS, PROC, NETNS],
+        node_paths: &[STATE, BPFFS, CGROUPS, PROC, RCU_EXPEDITED, NETNS],
     },
     Way {
         name: "with_everything_said",

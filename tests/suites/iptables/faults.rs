@@ -122,7 +122,8 @@ fn a_namespace_without_a_name_is_rid_of_its_rules(variant: Variant) {
         hbone: any.as_fd(),
         inherited: false,
     };
-    backend.attach(&network, Serving::Own(listeners)).unwrap();
+    let attached = backend.attach(&network, Serving::Own(listeners)).unwrap();
+    assert_eq!(attached.lacks, None);
     drop(backend);
     assert!(!variant.ours(&pod.ns).is_empty());
 

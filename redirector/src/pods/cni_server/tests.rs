@@ -346,6 +346,7 @@ async fn a_check_is_refused_while_the_capture_fails() {
             netns_path: None,
             addresses: Vec::new(),
             state,
+            impaired: false,
             strict: false,
             error: error.map(str::to_owned),
         }],

@@ -1,8 +1,9 @@
 //! Tells on the pods whether they are captured: an annotation, which istiod takes for a pod's ability to be called by HBONE.
 //!
-//! It compares what the lifecycle says with what the pod's annotation says, whenever one of them changes. `enabled` is captured,
-//! `pending` not yet, and a pod that is not, and was or should be, has none (protocol of istio-cni's agent, cni/pkg/nodeagent). What
-//! others tell on pods that are none of ours is left alone.
+//! It compares what the lifecycle says with what the pod's annotations say, whenever one of them changes. `enabled` is captured,
+//! `pending` not yet, and a pod that is not, and was or should be, has none (protocol of istio-cni's agent, cni/pkg/nodeagent). What a
+//! captured pod lacks is told beside it ([`IMPAIRED`]): without `enabled` its peers would call it in plain (docs/decisions/0015).
+//! What others tell on pods that are none of ours is left alone.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -25,9 +26,10 @@ use tokio_util::sync::CancellationToken;
 use tracing::{debug, warn};
 
 use super::{
-    super::status::{State, Status},
+    super::status::{PodStatus, State, Status},
     directory::{Directory, KnownPod},
     pause,
+    pod::IMPAIRED,
 };
 use crate::{control_plane::kubernetes::Kubernetes, mesh::pod::PodUid, telemetry::Chain};
 
@@ -43,11 +45,57 @@ const BACKOFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_se
 /// Time for the watch to tell of what was written.
 const ECHO: Duration = Duration::from_secs(10);
 
+/// Time for which a capture is to be impaired before it is told. A proxy that is replaced is away from all pods at once, and soon back.
+const IMPAIRED_FOR: Duration = Duration::from_secs(10);
+
+/// Most bytes that are told of what a capture lacks.
+const MAX_REASON_BYTES: usize = 512;
+
 /// Time for what is still to be told when the agent stops: less than `app` has for all tasks.
 const LAST_WORDS: Duration = Duration::from_secs(4);
 
-/// What is told of a pod: a value, or that there is none.
-type Told = Option<&'static str>;
+/// What is told of a pod, by each annotation: a value, or that there is none.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+struct Told {
+    capture: Option<&'static str>,
+    impaired: Option<String>,
+}
+
+impl Told {
+    fn of(pod: Option<&PodStatus>) -> Option<Self> {
+        let Some(pod) = pod else {
+            return Some(Self::default());
+        };
+        let impaired = pod.impaired.then(|| {
+            let reason = pod
+                .error
+                .as_deref()
+                .unwrap_or("its capture is not as it should be");
+            reason[..reason.floor_char_boundary(MAX_REASON_BYTES)].to_owned()
+        });
+        match pod.state {
+            State::Captured => Some(Self {
+                capture: Some("enabled"),
+                impaired,
+            }),
+            State::NotCaptured => Some(Self {
+                capture: Some("pending"),
+                impaired: None,
+            }),
+            // Until it is settled, what is told holds.
+            State::Starting | State::Stopping => None,
+        }
+    }
+
+    fn is_on(&self, pod: &KnownPod) -> bool {
+        self.capture == pod.told.as_deref() && self.impaired == pod.impaired
+    }
+
+    /// Whether another says the same, though it may give another reason.
+    fn is_like(&self, other: &Self) -> bool {
+        self.capture == other.capture && self.impaired.is_some() == other.impaired.is_some()
+    }
+}
 
 /// Tells until `stop`.
 pub(super) async fn run(
@@ -65,12 +113,12 @@ pub(super) async fn run(
         at_once: Arc::new(Semaphore::new(AT_ONCE)),
         busy: BTreeSet::new(),
         ours: BTreeSet::new(),
+        impaired: BTreeMap::new(),
         later: BTreeMap::new(),
     };
     loop {
         annotator.compare();
-        let due = annotator.later.values().map(|later| later.until).min();
-        let due = due.unwrap_or_else(|| Instant::now() + BACKOFF.1);
+        let due = annotator.due();
         tokio::select! {
             () = stop.cancelled() => break,
             Ok(()) = changed.changed() => {}
@@ -93,6 +141,8 @@ struct Annotator {
     busy: BTreeSet<PodUid>,
     /// Pods that the lifecycle has, or had.
     ours: BTreeSet<PodUid>,
+    /// Pods whose capture is impaired, and since when.
+    impaired: BTreeMap<PodUid, Instant>,
     /// Pods that are left alone for a while.
     later: BTreeMap<PodUid, Later>,
 }
@@ -105,6 +155,15 @@ struct Later {
 }
 
 impl Annotator {
+    /// When there may be something to tell though nothing changes.
+    fn due(&self) -> Instant {
+        let now = Instant::now();
+        let told = self.impaired.values().map(|since| *since + IMPAIRED_FOR);
+        let later = self.later.values().map(|later| later.until);
+        let due = told.filter(|due| *due > now).chain(later).min();
+        due.unwrap_or(now + BACKOFF.1)
+    }
+
     fn compare(&mut self) {
         let now = Instant::now();
         let decided = self.directory.pods();
@@ -112,6 +171,7 @@ impl Annotator {
         self.later
             .retain(|uid, later| known.contains(uid) && (later.until > now || later.failures > 0));
         self.ours.retain(|uid| known.contains(uid));
+        self.impaired.retain(|uid, _| known.contains(uid));
         let status = self.status.borrow_and_update().clone();
         // Until the pods of an earlier agent are back it is not known what they are.
         if !status.synced {
@@ -120,26 +180,26 @@ impl Annotator {
         for decided in decided {
             let pod = decided.pod;
             let uid = &pod.info.uid;
-            let state = status
-                .pods
-                .iter()
-                .find(|known| known.uid == uid.as_str())
-                .map(|known| known.state);
-            if state.is_some() {
+            let found = status.pods.iter().find(|known| known.uid == uid.as_str());
+            if found.is_some() {
                 self.ours.insert(uid.clone());
             }
-            let wanted = match state {
-                None if decided.left.is_some() && !self.ours.contains(uid) => continue,
-                Some(State::Captured) => Some("enabled"),
-                // Until it is settled, what is told holds.
-                Some(State::Starting | State::Stopping) => continue,
-                Some(State::NotCaptured) => Some("pending"),
-                None => None,
+            if found.is_none() && decided.left.is_some() && !self.ours.contains(uid) {
+                continue;
+            }
+            let Some(mut wanted) = Told::of(found) else {
+                continue;
             };
+            if wanted.impaired.is_none() {
+                self.impaired.remove(uid);
+            } else if now < *self.impaired.entry(uid.clone()).or_insert(now) + IMPAIRED_FOR {
+                wanted.impaired = pod.impaired.clone();
+            }
             let waits = self.later.get(uid).is_some_and(|later| {
-                later.until > now && later.written.is_none_or(|written| written == wanted)
+                let as_written = |written: &Told| written.is_like(&wanted);
+                later.until > now && later.written.as_ref().is_none_or(as_written)
             });
-            if pod.told.as_deref() == wanted || waits || !self.busy.insert(uid.clone()) {
+            if wanted.is_on(&pod) || waits || !self.busy.insert(uid.clone()) {
                 continue;
             }
             self.write(pod, wanted);
@@ -162,7 +222,7 @@ impl Annotator {
         let annotation = self.directory.annotation().to_owned();
         self.jobs.spawn(async move {
             let _permit = at_once.acquire().await;
-            let result = match timeout(DEADLINE, write(&kubernetes, &pod, &annotation, told)).await {
+            let result = match timeout(DEADLINE, write(&kubernetes, &pod, &annotation, &told)).await {
                 Ok(result) => result,
                 Err(_) => Err(format!("no answer within {DEADLINE:?}")),
             };
@@ -196,14 +256,15 @@ impl Annotator {
     }
 }
 
-/// Writes one annotation. The UID is in it so that a pod of the same name that came meanwhile refuses it.
-async fn write(kubernetes: &Kubernetes, pod: &KnownPod, annotation: &str, told: Told) -> Result<(), String> {
+/// Writes both annotations. The UID is in it so that a pod of the same name that came meanwhile refuses it.
+async fn write(kubernetes: &Kubernetes, pod: &KnownPod, annotation: &str, told: &Told) -> Result<(), String> {
     let client = kubernetes
         .client()
         .await
         .map_err(|error| Chain(&error).to_string())?;
     let pods = Api::<Pod>::namespaced(client, &pod.info.namespace);
-    let patch = json!({ "metadata": { "uid": pod.info.uid.as_str(), "annotations": { annotation: told } } });
+    let annotations = json!({ annotation: told.capture, IMPAIRED: told.impaired });
+    let patch = json!({ "metadata": { "uid": pod.info.uid.as_str(), "annotations": annotations } });
     let written = pods
         .patch_status(&pod.info.name, &PatchParams::default(), &Patch::Merge(patch))
         .await;
@@ -215,5 +276,66 @@ async fn write(kubernetes: &Kubernetes, pod: &KnownPod, annotation: &str, told: 
             Ok(())
         }
         Err(error) => Err(Chain(&error).to_string()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pod(state: State, impaired: bool, error: Option<&str>) -> PodStatus {
+        PodStatus {
+            uid: "u-1".to_owned(),
+            name: "web".to_owned(),
+            namespace: "shop".to_owned(),
+            service_account: "web".to_owned(),
+            netns: 1,
+            netns_path: None,
+            addresses: Vec::new(),
+            state,
+            impaired,
+            strict: false,
+            error: error.map(str::to_owned),
+        }
+    }
+
+    #[test]
+    fn what_a_capture_lacks_is_told_beside_that_there_is_one() {
+        let long = "é".repeat(MAX_REASON_BYTES);
+        for (state, impaired, error, expected) in [
+            (State::Captured, false, None, Some((Some("enabled"), None))),
+            // The capture is whole, and only its newest rules are refused.
+            (
+                State::Captured,
+                false,
+                Some("refused"),
+                Some((Some("enabled"), None)),
+            ),
+            (
+                State::Captured,
+                true,
+                Some("no listener"),
+                Some((Some("enabled"), Some("no listener"))),
+            ),
+            (
+                State::Captured,
+                true,
+                Some(&long),
+                Some((Some("enabled"), Some(&long[..MAX_REASON_BYTES]))),
+            ),
+            (
+                State::NotCaptured,
+                false,
+                Some("no device"),
+                Some((Some("pending"), None)),
+            ),
+            (State::Starting, false, None, None),
+            (State::Stopping, false, None, None),
+        ] {
+            let told = Told::of(Some(&pod(state, impaired, error)));
+            let told = told.as_ref().map(|told| (told.capture, told.impaired.as_deref()));
+            assert_eq!(told, expected, "{state:?} {error:?}");
+        }
+        assert_eq!(Told::of(None), Some(Told::default()));
     }
 }

@@ -18,6 +18,9 @@ use crate::{
 /// Kubelet's annotation of the API's image of a pod that it has from a file: the UID under which it runs.
 const MIRROR: &str = "kubernetes.io/config.mirror";
 
+/// The annotation that says of a captured pod what its capture lacks.
+pub(super) const IMPAIRED: &str = "redirector.io/impaired";
+
 /// The object, as it is read.
 pub(super) type Wire = Object<Spec, Status>;
 
@@ -66,6 +69,8 @@ pub struct KnownPod {
     pub rules: Result<Overrides, String>,
     /// What its annotation tells of its capture.
     pub told: Option<String>,
+    /// What it tells that this lacks.
+    pub impaired: Option<String>,
 }
 
 impl KnownPod {
@@ -115,6 +120,7 @@ impl KnownPod {
             addresses,
             rules: rules(&annotations),
             told: annotations.get(annotation).cloned(),
+            impaired: annotations.get(IMPAIRED).cloned(),
         })
     }
 
@@ -176,7 +182,7 @@ pub(super) mod tests {
                     "labels": { "a": "b" },
                     "annotations": {
                         "example.com/told": "enabled", "kubernetes.io/config.mirror": "abc", SIDECAR: "{}",
-                        "redirector.io/strict": "true",
+                        "redirector.io/strict": "true", "redirector.io/impaired": "why",
                     },
                     "deletionTimestamp": "2026-01-01T00:00:00Z",
                 },
@@ -193,6 +199,7 @@ pub(super) mod tests {
         assert_eq!(known.addresses, ["10.0.0.1".parse::<IpAddr>().unwrap()]);
         assert_eq!(known.rules.as_ref().unwrap().strict, Some(true));
         assert_eq!(known.told.as_deref(), Some("enabled"));
+        assert_eq!(known.impaired.as_deref(), Some("why"));
         assert!(known.has_uid(&"abc".parse().unwrap()) && known.has_uid(&"uid-web".parse().unwrap()));
     }
 

@@ -3,11 +3,11 @@
 use std::collections::VecDeque;
 
 use super::super::{
-    PodAdd, PodDelete, Reply,
+    Error, PodAdd, PodDelete, Reply,
     status::{PodStatus, State},
     work::Captured,
 };
-use crate::{mesh::pod::PodUid, redirect::overrides::Overrides};
+use crate::{mesh::pod::PodUid, redirect::overrides::Overrides, telemetry::Chain};
 
 /// A pod in the table: captured, or with something to do. Its queue is bounded by its senders, of which each waits for its
 /// answer (the connections of the CNI socket, or the one of ZDS).
@@ -17,8 +17,29 @@ pub(super) struct Entry<P> {
     pub(super) queue: VecDeque<(Request, Option<Reply>)>,
     /// What was wanted last, if it is to be tried again, and why it failed. A success or a delete ends it.
     pub(super) retry: Option<(PodAdd, String)>,
-    /// What the last look at the capture found to be wrong, and could not mend; or what is wrong with the newest rules.
-    pub(super) fault: Option<String>,
+    /// What was found to be wrong with the captured pod last.
+    pub(super) fault: Option<Fault>,
+}
+
+/// What is wrong with a captured pod, and could not be mended yet.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Fault {
+    pub(super) text: String,
+    /// It is wrong with the capture, and not only with the newest rules, without which the capture is whole.
+    pub(super) impairs: bool,
+}
+
+impl Fault {
+    /// Of a captured pod, after a job; `looked` is why a look failed.
+    pub(super) fn of<P>(pod: &Captured<P>, looked: Option<&Error>) -> Option<Self> {
+        let lacks = pod.attached.lacks.as_ref();
+        let (text, impairs) = match (looked, lacks) {
+            (None | Some(Error::NewRules(_)), Some(lacks)) => (lacks.clone(), true),
+            (Some(error), _) => (Chain(error).to_string(), !matches!(error, Error::NewRules(_))),
+            (None, None) => return None,
+        };
+        Some(Self { text, impairs })
+    }
 }
 
 impl<P> Default for Entry<P> {
@@ -70,7 +91,8 @@ impl<P> Entry<P> {
     /// What is not as it should be with a captured pod.
     fn lacks(&self) -> Option<String> {
         let untaken = || self.retry.as_ref().map(|(_, error)| error.clone());
-        self.fault.clone().or_else(untaken)
+        let fault = self.fault.as_ref().map(|fault| fault.text.clone());
+        fault.or_else(untaken)
     }
 
     /// What is told of it. `strict` tells what its rules say.
@@ -106,6 +128,7 @@ impl<P> Entry<P> {
             netns_path: netns_path.clone(),
             addresses: addresses.clone(),
             state,
+            impaired: state == State::Captured && self.fault.as_ref().is_some_and(|fault| fault.impairs),
             strict: strict(add),
             error,
         })

@@ -21,7 +21,7 @@ use super::{
 };
 use crate::{
     mesh::pod::PodInfo,
-    redirect::{self, Count, Listeners, Marks, PodNetwork, Serving, rules::Rules},
+    redirect::{self, Attached, Count, Listeners, Marks, PodNetwork, Serving, rules::Rules},
     sys::{interfaces::InterfaceAddress, netns::Netns},
 };
 
@@ -45,6 +45,8 @@ struct World {
     /// The ports that are left alone in each pod.
     excluded: Mutex<BTreeMap<PodUid, String>>,
     strict: Mutex<BTreeMap<PodUid, bool>>,
+    /// What every pod lacks.
+    lacks: Mutex<Option<&'static str>>,
     /// Pods that are being attached to, and the most that there were at one time.
     attaching: Mutex<(usize, usize)>,
 }
@@ -92,7 +94,7 @@ impl Redirector for World {
         unreachable!()
     }
 
-    fn attach(&self, pod: &PodNetwork, _: Serving<'_>) -> Result<(), redirect::Error> {
+    fn attach(&self, pod: &PodNetwork, _: Serving<'_>) -> Result<Attached, redirect::Error> {
         {
             let (now, most) = &mut *self.attaching.lock().unwrap();
             *now += 1;
@@ -113,7 +115,9 @@ impl Redirector for World {
         }
         self.excluded.lock().unwrap().insert(pod.uid.clone(), ports);
         self.attached.lock().unwrap().insert(pod.uid.clone());
-        Ok(())
+        Ok(Attached {
+            lacks: self.lacks.lock().unwrap().map(str::to_owned),
+        })
     }
 
     fn release(&self, pod: &PodNetwork) -> Result<(), redirect::Error> {

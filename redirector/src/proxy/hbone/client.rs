@@ -95,6 +95,25 @@ impl Failure for Error {
             }
         }
     }
+
+    fn advice(&self) -> Option<&'static str> {
+        match self {
+            Self::Tls { source, .. } => failure::advice_of_tls(source),
+            Self::Status(status) => Some(match *status {
+                StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => {
+                    "a policy at the destination does not permit this caller; the access log there names it"
+                }
+                StatusCode::BAD_REQUEST => {
+                    "the destination does not serve what was asked for: the meshes of both sides may differ; the access log there says why"
+                }
+                StatusCode::SERVICE_UNAVAILABLE => {
+                    "the destination's proxy could not reach its application; the access log there says why"
+                }
+                _ => return None,
+            }),
+            _ => None,
+        }
+    }
 }
 
 impl Error {

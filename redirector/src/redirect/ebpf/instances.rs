@@ -237,6 +237,7 @@ impl Ebpf {
         .map(drop)
         .or_else(&mut put_off)?;
         hooks::attach_lookup(&mut ebpf, self.object.dial_rule, &pod.netns)?.keep(&directory)?;
+        let shortened = self.grace_periods.shorten();
         in_netns(&pod.netns, || {
             for interface in &plan.interfaces {
                 let hooks = hooks::attach_tc(&mut ebpf, self.tc_mode, interface, Earlier::Replaced)?;
@@ -244,6 +245,7 @@ impl Ebpf {
             }
             Ok(())
         })?;
+        drop(shortened);
         let programs = Programs::pinned(&directory).ok_or_else(|| {
             let operation = format!("reading what was pinned in {}", directory.display());
             Error::new(operation, io::Error::from(io::ErrorKind::NotFound))
@@ -290,6 +292,7 @@ impl Ebpf {
     pub(super) fn remove(&self, uid: &PodUid, netns: Option<&Netns>) -> Result<(), Vec<Error>> {
         let instances = self.instances_of(uid).map_err(|error| vec![error])?;
         let freed = |instance: &Instance| self.free(instance, Last::Pass);
+        let _shortened = self.grace_periods.shorten();
         leftovers::remove(&self.pins, uid, &instances, netns, freed)
     }
 

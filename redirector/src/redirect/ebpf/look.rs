@@ -8,7 +8,7 @@ use super::{
     routes::ROUTING,
 };
 use crate::{
-    redirect::{Error, Listeners, PodNetwork, Serving, sysctls::OpenSysctls},
+    redirect::{Attached, Error, Listeners, PodNetwork, Serving, sysctls::OpenSysctls},
     sys::{
         interfaces::{Interface, interfaces},
         netlink::Netlink,
@@ -36,6 +36,8 @@ pub(super) struct Known {
     pub(super) programs: Programs,
     /// Its sysctls.
     pub(super) sysctls: OpenSysctls,
+    /// What was told of it.
+    pub(super) attached: Attached,
 }
 
 impl Known {

@@ -12,6 +12,7 @@
 //! - `routes`: which policy routes and sysctls it wants in the pod
 //! - `instances`: a pod's own programs and what they rest on, made and replaced
 //! - `facts`: what is known of the pods' instances, of whatever build
+//! - `rcu`: the kernel's waiting while links are attached, cut short
 //! - `plan`: what an attachment is made from
 //! - `look`: whether a pod is still as it was left
 //! - [`leftovers`]: what is left of all that, and its removal
@@ -34,6 +35,7 @@ pub mod observe;
 mod others;
 mod pins;
 mod plan;
+mod rcu;
 mod reroute;
 mod routes;
 mod shared;
@@ -65,6 +67,7 @@ use self::{
     others::{Sockets, Trusted},
     pins::{Build, Pins},
     plan::Plan,
+    rcu::GracePeriods,
     routes::ROUTING,
     shared::Shared,
     spares::Spares,
@@ -72,7 +75,7 @@ use self::{
     trie::Compiled,
 };
 use super::{
-    Count, Error, Marks, PodNetwork, Redirector, Serving,
+    Attached, Count, Error, Marks, PodNetwork, Redirector, Serving,
     maps::{CgroupSet, TagMap},
     probers::{Search, Sources, View},
     rules::Rules,
@@ -91,6 +94,8 @@ pub struct Config {
     pub force_clsact: bool,
     /// Tell the proxy's own dials by their source port even where the kernel tells their device.
     pub force_source_port: bool,
+    /// Cut the kernel's waiting short while TCX links are attached and removed, by its switch `rcu_expedited`.
+    pub rcu_expedited: bool,
     /// Whose connections from this node are left alone.
     pub probes: Sources,
 }
@@ -101,6 +106,7 @@ impl Default for Config {
             bpffs_dir: "/sys/fs/bpf/redirector".into(),
             force_clsact: false,
             force_source_port: false,
+            rcu_expedited: true,
             probes: Sources::None,
         }
     }
@@ -113,6 +119,7 @@ pub struct Ebpf {
     object: Object,
     shared: Shared,
     tc_mode: TcMode,
+    grace_periods: GracePeriods,
     tags: Mutex<TagMap>,
     store: Mutex<Store>,
     spares: Spares,
@@ -167,6 +174,8 @@ impl Ebpf {
             }
         }
         let tc_mode = TcMode::of_kernel(config.force_clsact);
+        let grace_periods =
+            GracePeriods::of_node(&pins.shared(), config.rcu_expedited && tc_mode == TcMode::Tcx);
         let tags = open_map(&pins.shared(), layout::TAGS, TagMap::new)?;
         let store = Store::open(&build)?;
         let node =
@@ -184,6 +193,7 @@ impl Ebpf {
             object,
             shared,
             tc_mode,
+            grace_periods,
             tags: Mutex::new(tags),
             store: Mutex::new(store),
             spares: Spares::default(),
@@ -222,7 +232,7 @@ impl Redirector for Ebpf {
         plan::too_many(&Compiled::of(rules))
     }
 
-    fn attach(&self, pod: &PodNetwork, serving: Serving<'_>) -> Result<(), Error> {
+    fn attach(&self, pod: &PodNetwork, serving: Serving<'_>) -> Result<Attached, Error> {
         if let Serving::Others(peers) = &serving {
             // Before its listeners are given anything: what it opens then is to leave.
             let mut trusted = self.trusted.lock().unwrap_or_else(PoisonError::into_inner);
@@ -234,7 +244,7 @@ impl Redirector for Ebpf {
             && known.still_holds(pod, &listening, self.tc_mode)
             && self.still_has_dns(pod, known.slot)?
         {
-            return Ok(());
+            return Ok(known.attached.clone());
         }
         self.known().remove(&pod.uid);
         let sockets = match (&serving, &listening) {
@@ -248,12 +258,13 @@ impl Redirector for Ebpf {
                 .map_err(|error| Error::new("tagging a listener", error))?;
         }
         let (instance, programs) = self.attach_anew(pod, &plan, &sockets)?;
+        let attached = Attached { lacks: sockets.lack };
         let sysctls = match in_netns(&pod.netns, || ROUTING.open_sysctls(plan.v6)) {
             Ok(sysctls) => sysctls,
             Err(error) => {
                 // It is captured, and is only not known to be: each look takes the long way.
                 tracing::warn!(uid = %pod.uid, %error, "the pod can't be looked at cheaply");
-                return Ok(());
+                return Ok(attached);
             }
         };
         let known = Known {
@@ -266,9 +277,10 @@ impl Redirector for Ebpf {
             listening,
             programs,
             sysctls,
+            attached: attached.clone(),
         };
         self.known().insert(pod.uid.clone(), Arc::new(known));
-        Ok(())
+        Ok(attached)
     }
 
     fn release(&self, pod: &PodNetwork) -> Result<(), Error> {

@@ -58,6 +58,8 @@ pub(super) struct Sockets<'a> {
     pub(super) of_others: bool,
     /// They were another agent's, and are where it has put them.
     pub(super) inherited: bool,
+    /// Which of them are missing, in words.
+    pub(super) lack: Option<String>,
 }
 
 enum Held<'a> {
@@ -73,6 +75,7 @@ impl<'a> Sockets<'a> {
             held: PLACES.into_iter().zip(sockets.map(Held::Own)).collect(),
             of_others: false,
             inherited: listeners.inherited,
+            lack: None,
         }
     }
 
@@ -122,22 +125,24 @@ impl Ebpf {
             .filter(|(place, _)| !held.iter().any(|(given, _)| given == place))
             .map(|(_, port)| port.to_string())
             .collect();
-        if !missing.is_empty() {
-            let text = format!(
+        let lack = (!missing.is_empty()).then(|| {
+            format!(
                 "no transparent socket (IP_TRANSPARENT) of the proxy's, {}, listens on {} in the pod{}",
                 processes(peers),
                 missing.join(", "),
                 advice(peers, process::sees_all())
-            );
-            if self.pins.of(&pod.uid)?.is_empty() {
-                return Err(Error::new(format!("capturing {}", pod.uid), text));
-            }
-            tracing::debug!(uid = %pod.uid, "{text}; what listened before, and does, stays in its place");
+            )
+        });
+        if let Some(lack) = &lack
+            && self.pins.of(&pod.uid)?.is_empty()
+        {
+            return Err(Error::new(format!("capturing {}", pod.uid), lack.as_str()));
         }
         Ok(Sockets {
             held,
             of_others: true,
             inherited: false,
+            lack,
         })
     }
 }

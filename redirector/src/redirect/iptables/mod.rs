@@ -40,7 +40,8 @@ use self::{
     write::Writer,
 };
 use super::{
-    Count, Error, Marks, PodNetwork, Redirector, Serving, routes::Routing, rules::Rules, sysctls::Sysctl,
+    Attached, Count, Error, Marks, PodNetwork, Redirector, Serving, routes::Routing, rules::Rules,
+    sysctls::Sysctl,
 };
 use crate::{
     mesh::pod::PodUid,
@@ -259,7 +260,7 @@ impl Redirector for Iptables {
         })
     }
 
-    fn attach(&self, pod: &PodNetwork, _: Serving<'_>) -> Result<(), Error> {
+    fn attach(&self, pod: &PodNetwork, _: Serving<'_>) -> Result<Attached, Error> {
         if let Some(why) = self.refuses(&pod.rules) {
             return Err(Error::new(format!("planning the capture of {}", pod.uid), why));
         }
@@ -301,7 +302,7 @@ impl Redirector for Iptables {
                     _ => Look::in_place(wanted, state),
                 };
                 self.looked().insert(pod.uid.clone(), look);
-                Ok(())
+                Ok(Attached::default())
             }
             Err(error) => {
                 // What an earlier capture left stays: its pod fails closed.

@@ -82,6 +82,7 @@ fn status(name: &str, state: State) -> PodStatus {
         netns_path: Some("/proc/self/ns/net".into()),
         addresses: vec![[10, 0, 0, 1].into()],
         state,
+        impaired: false,
         strict: false,
         error: None,
     }

@@ -22,7 +22,10 @@ async fn a_captured_pod_is_looked_at_again_and_again() {
             .unwrap()
             .unwrap();
         // Its connections go on: the pod is not given up for a look that failed.
-        assert_eq!(told.pods[0].state, State::Captured);
+        assert_eq!(
+            (told.pods[0].state, told.pods[0].impaired),
+            (State::Captured, fails)
+        );
     }
     // A look holds up no event, and its panic loses neither the pod nor its proxy.
     agent.world.fault("attach a!");
@@ -41,6 +44,48 @@ async fn a_captured_pod_is_looked_at_again_and_again() {
         log.ends_with(&["release a".into(), "stop 0s a".into(), "detach a".into()]),
         "{log:?}"
     );
+}
+
+#[tokio::test]
+async fn what_a_captured_pod_lacks_is_told_from_the_start_and_until_it_is_there() {
+    let mut agent = Agent::begin(false, Duration::from_millis(10));
+    agent.snapshot_sent().await.unwrap();
+    *agent.world.lacks.lock().unwrap() = Some("a listener is missing");
+    agent.add(pod("a", 2)).await.unwrap();
+    for lacks in [Some("a listener is missing"), Some("two are"), None] {
+        *agent.world.lacks.lock().unwrap() = lacks;
+        let told = agent.status.wait_for(|status| {
+            let [pod] = status.pods.as_slice() else {
+                return false;
+            };
+            (pod.state, pod.impaired, pod.error.as_deref()) == (State::Captured, lacks.is_some(), lacks)
+        });
+        tokio::time::timeout(Duration::from_secs(10), told)
+            .await
+            .unwrap()
+            .unwrap();
+    }
+    // Of rules that are refused as well, the pod is told the worse.
+    *agent.world.lacks.lock().unwrap() = Some("a listener is missing");
+    *agent.world.refused.lock().unwrap() = Some("2");
+    let rules = serde_yaml::from_str("node: {excludeOutboundPorts: 2}").unwrap();
+    agent.rules.send_replace(Arc::new(rules));
+    for (lacks, impaired, expected) in [
+        (Some("a listener is missing"), true, "a listener is missing"),
+        (None, false, "newest rules are refused"),
+    ] {
+        *agent.world.lacks.lock().unwrap() = lacks;
+        let told = agent.status.wait_for(|status| {
+            let [pod] = status.pods.as_slice() else {
+                return false;
+            };
+            pod.impaired == impaired && pod.error.as_ref().is_some_and(|error| error.contains(expected))
+        });
+        tokio::time::timeout(Duration::from_secs(10), told)
+            .await
+            .unwrap()
+            .unwrap();
+    }
 }
 
 #[tokio::test]
@@ -109,7 +154,10 @@ async fn a_pod_that_cannot_have_new_rules_is_kept_whole_with_those_it_has() {
         .await
         .unwrap()
         .unwrap();
-    assert_eq!(told.pods[0].state, State::Captured);
+    assert_eq!(
+        (told.pods[0].state, told.pods[0].impaired),
+        (State::Captured, false)
+    );
     drop(told);
     for _ in 0..3 {
         put_back("1").await;
