@@ -81,7 +81,7 @@ use crate::{
         restore,
         rules::{self, NodeRules, RulesFile},
         socket_file::BindError,
-        status::{self, Status},
+        status::{self, PodStatus, Status},
         zds,
         zds_server::{Proxies, ZdsServer},
     },
@@ -278,7 +278,6 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
 
     let (upkeep, probers) = Upkeep::begin(Arc::clone(&redirector)).await;
 
-    redirect::metrics::register(&mut registry, Arc::clone(&redirector));
     let flows = Arc::<Flows>::default();
     let listening = TaskTracker::new();
     // Cancelled when it is this agent that serves.
@@ -329,7 +328,7 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
     // What takes and carries out events: ended first.
     let (events, receiver) = mpsc::channel(EVENTS);
     let table = Table {
-        redirector,
+        redirector: Arc::clone(&redirector),
         records: records.clone(),
         settings,
         metrics: pod_metrics,
@@ -351,6 +350,13 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
             Arc::clone(&inherited),
         )),
     };
+    status::register_states(&mut registry, pods_status.clone());
+    let named = pods_status.clone();
+    redirect::metrics::register(&mut registry, redirector, move || {
+        let pods = &named.borrow().pods;
+        let name = |pod: &PodStatus| (pod.uid.clone(), (pod.namespace.clone(), pod.name.clone()));
+        pods.iter().map(name).collect()
+    });
     let follower = config.kubernetes_pods.as_ref().map(|pods| {
         let follower = Follower::new(Kubernetes::new(pods.cluster.clone()), pods.config.clone());
         follower.watch(&mut tasks, &serving);

@@ -57,11 +57,22 @@ pub enum Listener {
     Unix(UnixListener),
 }
 
+/// Who is at the other end of a Unix socket, as it was when it connected. Requests that come over one have it among their extensions.
+#[derive(Debug, Clone, Copy)]
+pub struct Caller {
+    /// Its user, as this process's user namespace knows it.
+    pub uid: u32,
+}
+
 impl Listener {
-    async fn accept(&self) -> io::Result<Box<dyn Stream>> {
+    async fn accept(&self) -> io::Result<(Box<dyn Stream>, Option<Caller>)> {
         Ok(match self {
-            Self::Tcp(listener) => Box::new(listener.accept().await?.0),
-            Self::Unix(listener) => Box::new(listener.accept().await?.0),
+            Self::Tcp(listener) => (Box::new(listener.accept().await?.0), None),
+            Self::Unix(listener) => {
+                let (stream, _) = listener.accept().await?;
+                let uid = stream.peer_cred()?.uid();
+                (Box::new(stream), Some(Caller { uid }))
+            }
         })
     }
 }
@@ -126,10 +137,10 @@ where
             } => accepted,
         };
         match accepted {
-            (Ok(permit), Ok(stream)) => {
+            (Ok(permit), Ok((stream, caller))) => {
                 let handler = handler.clone();
                 connections.spawn(async move {
-                    connection(stream, limits, handler).await;
+                    connection(stream, caller, limits, handler).await;
                     drop(permit);
                 });
             }
@@ -149,7 +160,7 @@ where
     connections.shutdown().await;
 }
 
-async fn connection<H, F>(stream: Box<dyn Stream>, limits: Limits, handler: H)
+async fn connection<H, F>(stream: Box<dyn Stream>, caller: Option<Caller>, limits: Limits, handler: H)
 where
     H: Fn(Request<Bytes>) -> F + Clone + Send + Sync + 'static,
     F: Future<Output = Answer> + Send + 'static,
@@ -158,7 +169,12 @@ where
         let handler = handler.clone();
         async move {
             Ok::<_, Infallible>(match whole(request, limits).await {
-                Ok(request) => handler(request).await,
+                Ok(mut request) => {
+                    if let Some(caller) = caller {
+                        request.extensions_mut().insert(caller);
+                    }
+                    handler(request).await
+                }
                 Err(refusal) => refusal,
             })
         }

@@ -182,6 +182,26 @@ fn the_socket_is_not_for_everybody() {
     assert!(mesh.agent.cni_socket().exists());
     mesh.agent.restart(&mesh.node);
     assert_eq!(mode(&mesh.agent), 0o660);
+    // Where somebody has opened it to all, only root is heard.
+    let socket = mesh.agent.cni_socket();
+    for (path, mode) in [(mesh.node.directory(), 0o711), (socket.as_path(), 0o666)] {
+        fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+    }
+    let event = cni::event(&mesh.client).to_string();
+    for path in ["cmdadd", "cmddel", "cmdcheck", "log"] {
+        let mut curl = std::process::Command::new("setpriv");
+        curl.args(["--reuid", "65534", "--regid", "65534", "--clear-groups", "--"])
+            .args(["curl", "-sS", "-w", "%{http_code}", "-d", &event, "--unix-socket"])
+            .arg(&socket)
+            .arg(format!("http://unix/{path}"));
+        let (status, said) = process::output(&mut curl, Duration::from_secs(30));
+        assert!(status.success(), "{said}");
+        assert!(
+            said.contains("only root") && said.contains("65534") && said.ends_with("403"),
+            "{path}: {said}"
+        );
+    }
+    assert_eq!(mesh.agent.pods(), Vec::<Value>::new());
     mesh.agent.enrol(&mesh.client);
 }
 

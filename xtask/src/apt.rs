@@ -70,6 +70,19 @@ pub(crate) const KERNELS: &[Program] = &[
     ),
 ];
 
+/// What the API server of Kubernetes is built and run with, beside a compiler of its own.
+pub(crate) const API_SERVER: &[Program] = &[
+    ("etcd", "etcd-server"),
+    ("make", "make"),
+    ("rsync", "rsync"),
+    ("jq", "jq"),
+    ("dpkg-source", "dpkg-dev"),
+    (
+        "/usr/share/keyrings/debian-archive-keyring.gpg",
+        "debian-archive-keyring",
+    ),
+];
+
 /// Sees to it that the programs are there.
 pub(crate) fn require(programs: &[Program]) -> Result<()> {
     let there = |program: &str| match program.strip_prefix('/') {

@@ -1,6 +1,8 @@
 //! Every command of the project. Each finds or installs what it needs, says so, and streams what it runs.
 
+mod apiserver;
 mod apt;
+mod archive;
 mod build;
 mod ci;
 mod fuzz;
@@ -49,6 +51,9 @@ enum Command {
         /// On that kernel only what CI has the time for
         #[arg(long, requires = "kernel")]
         quick: bool,
+        /// Against Kubernetes' API server instead, which is built from Debian's source first (once, ten minutes or more): what asks it
+        #[arg(long, conflicts_with_all = ["unprivileged", "kernel"])]
+        apiserver: bool,
         /// Only tests whose name contains this
         filter: Option<String>,
     },
@@ -137,6 +142,15 @@ fn run(cli: &Cli) -> Result<()> {
             let extent = if *quick { Extent::Quick } else { Extent::Whole };
             let mut total = Total::default();
             kernel::run(*choice, way, extent, filter.as_deref(), &mut total)?;
+            total.finish()
+        }
+        Command::Test {
+            apiserver: true,
+            filter,
+            ..
+        } => {
+            let mut total = Total::default();
+            apiserver::run(way, filter.as_deref(), &mut total)?;
             total.finish()
         }
         Command::Test {

@@ -22,7 +22,7 @@ use crate::{
     proxy::flows::Flows,
     redirect::probers::View,
     serve::{Answer, Limits, Listener, method_not_allowed, serve, text},
-    telemetry::{logs, metrics},
+    telemetry::logs,
 };
 
 pub mod client;
@@ -30,6 +30,7 @@ mod dump;
 mod flows;
 mod logging;
 mod origin;
+mod scrape;
 
 const LIMITS: Limits = Limits {
     connections: 32,
@@ -164,7 +165,7 @@ impl Admin {
     fn handle(&self, endpoint: Endpoint, request: &Request<Bytes>) -> Answer {
         let (allowed, answer): (Method, &dyn Fn() -> Answer) = match (endpoint, request.uri().path()) {
             (Endpoint::Admin | Endpoint::Metrics, "/metrics" | "/stats/prometheus") => {
-                (Method::GET, &|| self.metrics())
+                (Method::GET, &|| scrape::answer(&self.registry, request.headers()))
             }
             (Endpoint::Admin | Endpoint::Readiness, "/healthz/ready") => (Method::GET, &|| self.readiness()),
             // Being able to answer is all it says: what the agent waits for is no reason to start it anew.
@@ -187,15 +188,6 @@ impl Admin {
         } else {
             method_not_allowed(&allowed)
         }
-    }
-
-    fn metrics(&self) -> Answer {
-        let mut answer = text(StatusCode::OK, metrics::text(&self.registry));
-        answer.headers_mut().insert(
-            header::CONTENT_TYPE,
-            HeaderValue::from_static(metrics::CONTENT_TYPE),
-        );
-        answer
     }
 
     /// What the agent still waits for. Pods whose capture failed are not among it: one of them must not make the node unready

@@ -11,6 +11,7 @@ use crate::{
     },
     pods::status::{PodStatus, State},
     redirect::probers::Rule,
+    telemetry::metrics,
 };
 
 struct Fixture {

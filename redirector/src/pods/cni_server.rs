@@ -32,8 +32,8 @@ use super::{
     work::blocking,
 };
 use crate::{
-    serve::{Answer, Limits, Listener, method_not_allowed, serve, text},
-    sys::netns::Netns,
+    serve::{Answer, Caller, Limits, Listener, method_not_allowed, serve, text},
+    sys::{netns::Netns, process},
     telemetry::Chain,
 };
 
@@ -141,6 +141,10 @@ impl AsFd for CniServer {
 /// Why a request was not carried out.
 #[derive(Debug, thiserror::Error)]
 enum Failure {
+    #[error(
+        "only root may tell of pods here, and the caller's user is {uid}: call it as root, as container runtimes call CNI plugins"
+    )]
+    Caller { uid: u32 },
     #[error(transparent)]
     Body(#[from] wire::Error),
     #[error(transparent)]
@@ -169,6 +173,7 @@ impl Failure {
             | Self::Admission(admission::Error::Uid(_) | admission::Error::Annotation(_)) => {
                 StatusCode::BAD_REQUEST
             }
+            Self::Caller { .. } => StatusCode::FORBIDDEN,
             Self::NotCaptured(_) => StatusCode::CONFLICT,
             _ => StatusCode::INTERNAL_SERVER_ERROR,
         }
@@ -186,14 +191,15 @@ struct Handler {
 impl Handler {
     async fn handle(self, request: Request<Bytes>) -> Answer {
         let post = request.method() == Method::POST;
-        let result = match request.uri().path() {
-            "/cmdadd" | "/cmddel" | "/cmdcheck" | "/log" if !post => {
+        let result = match (request.uri().path(), may_tell(&request)) {
+            ("/cmdadd" | "/cmddel" | "/cmdcheck" | "/log", _) if !post => {
                 return method_not_allowed(&Method::POST);
             }
-            "/cmdadd" => self.add(request.body()).await,
-            "/cmddel" => self.delete(request.body()).await,
-            "/cmdcheck" => self.check(request.body()),
-            "/log" => self
+            ("/cmdadd" | "/cmddel" | "/cmdcheck" | "/log", Err(failure)) => Err(failure),
+            ("/cmdadd", Ok(())) => self.add(request.body()).await,
+            ("/cmddel", Ok(())) => self.delete(request.body()).await,
+            ("/cmdcheck", Ok(())) => self.check(request.body()),
+            ("/log", Ok(())) => self
                 .plugin_log
                 .take(request.body(), Instant::now())
                 .map(|()| String::new())
@@ -291,6 +297,18 @@ impl Handler {
         };
         timeout(ADD_DEADLINE, done).await.map_err(|_| Failure::Late)??;
         Ok(String::new())
+    }
+}
+
+/// Whether the caller is one who may rule the pods' networks anyhow. The socket's mode says so too, as long as nobody changes it.
+fn may_tell(request: &Request<Bytes>) -> Result<(), Failure> {
+    let uid = request.extensions().get::<Caller>().map(|caller| caller.uid);
+    match uid {
+        Some(uid) if uid == 0 || uid == process::own_uid() => Ok(()),
+        // Of a Unix socket, it is always known.
+        uid => Err(Failure::Caller {
+            uid: uid.unwrap_or(u32::MAX),
+        }),
     }
 }
 

@@ -407,6 +407,7 @@ impl<L: Launch> Lifecycle<L> {
             entry.job = Some(Job {
                 request,
                 reply,
+                began: Instant::now(),
                 was_captured,
             });
             self.running.insert(spawned.id(), uid.clone());
@@ -450,6 +451,7 @@ impl<L: Launch> Lifecycle<L> {
         let Some(Job {
             request,
             reply,
+            began,
             was_captured,
         }) = entry.job.take()
         else {
@@ -480,6 +482,9 @@ impl<L: Launch> Lifecycle<L> {
         match (request, &result) {
             (Request::Add(_), Ok(())) => {
                 self.metrics.started.inc();
+                if !was_captured {
+                    self.metrics.enrolment.0.observe(began.elapsed().as_secs_f64());
+                }
                 entry.retry = None;
             }
             (Request::Add(add), Err(error)) => {

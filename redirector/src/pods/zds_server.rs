@@ -19,6 +19,7 @@ use crate::{
     redirect::Peer,
     sys::{
         cgroups::{self, Hierarchy},
+        pidfd::Process,
         seqpacket::{Listener, Seqpacket},
     },
 };
@@ -96,26 +97,36 @@ impl ZdsServer {
 }
 
 async fn serve(socket: Seqpacket, proxies: Arc<Proxies>, stop: CancellationToken) {
-    let pid = socket.peer_pid().unwrap_or(None);
-    let told = spawn_blocking(move || cgroup_of(pid)).await;
-    let cgroup = match told.unwrap_or_else(|_| Err(io::Error::other("internal fault"))) {
-        Ok(cgroup) => cgroup,
+    let process = match socket.peer() {
+        Ok(process) => process,
         // By its mark alone a pod that sets the same would pass for it.
         Err(error) => {
-            warn!(?pid, %error, "a proxy whose cgroup can't be told is refused");
+            warn!(%error, "a proxy whose process can't be told is refused");
+            return;
+        }
+    };
+    let pid = process.pid();
+    let told = {
+        let process = process.clone();
+        spawn_blocking(move || cgroup_of(&process)).await
+    };
+    let cgroup = match told.unwrap_or_else(|_| Err(io::Error::other("internal fault"))) {
+        Ok(cgroup) => cgroup,
+        Err(error) => {
+            warn!(pid, %error, "a proxy whose cgroup can't be told is refused");
             return;
         }
     };
     if cgroup.is_none() {
         warn!(
-            ?pid,
+            pid,
             "no cgroup2 is mounted, by which the proxy could be told: what has its mark (0x539) is taken for the proxy's, though pods \
              with CAP_NET_ADMIN or CAP_NET_RAW can set that too"
         );
     }
-    let registered = proxies.register(Peer { pid, cgroup });
+    let registered = proxies.register(Peer { process, cgroup });
     let (id, close) = (registered.id, registered.close.clone());
-    info!(connection = id, ?pid, ?cgroup, "a proxy has connected");
+    info!(connection = id, pid, ?cgroup, "a proxy has connected");
     let end = tokio::select! {
         () = stop.cancelled() => End::Stopping,
         () = close.cancelled() => End::Replaced,
@@ -124,24 +135,19 @@ async fn serve(socket: Seqpacket, proxies: Arc<Proxies>, stop: CancellationToken
     proxies.unregister(id);
     match end {
         End::Stopping => {}
-        End::Closed => info!(connection = id, ?pid, "the proxy has closed its connection"),
+        End::Closed => info!(connection = id, pid, "the proxy has closed its connection"),
         end => {
-            warn!(connection = id, ?pid, reason = %end, "the connection to the proxy is closed; it is to connect again")
+            warn!(connection = id, pid, reason = %end, "the connection to the proxy is closed; it is to connect again")
         }
     }
 }
 
 /// The id of a process's cgroup; nothing on a machine without cgroups of version 2.
-fn cgroup_of(pid: Option<u32>) -> io::Result<Option<u64>> {
-    let pid = pid.ok_or_else(|| {
-        io::Error::other(
-            "its process is not seen from here: the agent has to be in the node's PID namespace (hostPID)",
-        )
-    })?;
+fn cgroup_of(process: &Process) -> io::Result<Option<u64>> {
     let Some(hierarchy) = Hierarchy::find()? else {
         return Ok(None);
     };
-    let (_, directory) = hierarchy.of_process(pid)?;
+    let (_, directory) = process.read(|pid| hierarchy.of_process(pid))?;
     cgroups::id(&directory).map(Some)
 }
 

@@ -27,7 +27,10 @@ use redirector_common::consts::Mark;
 use self::rules::Rules;
 use crate::{
     mesh::pod::PodUid,
-    sys::netns::{Netns, Place},
+    sys::{
+        netns::{Netns, Place},
+        pidfd::Process,
+    },
 };
 
 /// A pod's network, as a backend needs to know it.
@@ -67,10 +70,10 @@ pub enum Serving<'a> {
 }
 
 /// A proxy that another process is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Peer {
-    /// The process; `None` where this agent does not see it.
-    pub pid: Option<u32>,
+    /// The process.
+    pub process: Process,
     /// The id of its cgroup (version 2), by which its connections are told from the applications'; `None` where it has none that can be
     /// told.
     pub cgroup: Option<u64>,
@@ -136,6 +139,16 @@ pub trait Redirector: Send + Sync {
 
     /// What the pod's programs have counted; nothing for a backend without programs.
     fn counts(&self, uid: &PodUid) -> Result<Vec<Count>, Error>;
+
+    /// How full its maps are; nothing for a backend without maps.
+    fn occupancy(&self) -> Vec<metrics::Occupancy> {
+        Vec::new()
+    }
+
+    /// What it has put back; `None` for a backend that looks after nothing.
+    fn repairs(&self) -> Option<&metrics::Repairs> {
+        None
+    }
 
     /// Looks who probes the pods from this node, and leaves their connections alone from now on; `None` for a backend that can't
     /// tell. Blocking; to be called before the first pod is attached, and then every few seconds.

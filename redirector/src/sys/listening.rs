@@ -7,16 +7,16 @@ use std::{
     fs,
     io::{self, BufRead as _, BufReader},
     os::{
-        fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
+        fd::{AsFd, BorrowedFd, OwnedFd},
         unix::fs::MetadataExt,
     },
     path::{Path, PathBuf},
 };
 
-use nix::{errno::Errno, libc};
+use nix::libc;
 use socket2::SockRef;
 
-use super::netns::NetnsId;
+use super::{netns::NetnsId, pidfd::Process};
 
 /// A socket that takes what comes to a port.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -118,12 +118,12 @@ pub fn take(wanted: &[u64], near: NetnsId) -> io::Result<HashMap<u64, OwnedFd>> 
         let Some(pid) = entry
             .file_name()
             .to_str()
-            .and_then(|name| name.parse::<i32>().ok())
+            .and_then(|name| name.parse::<u32>().ok())
         else {
             continue;
         };
         let is_near = || fs::metadata(entry.path().join("ns/net")).is_ok_and(|found| found.ino() == near.ino);
-        let own = u32::try_from(pid) == Ok(std::process::id());
+        let own = pid == std::process::id();
         processes.push((!own, own || !is_near(), pid, entry.path()));
     }
     processes.sort_unstable();
@@ -131,7 +131,8 @@ pub fn take(wanted: &[u64], near: NetnsId) -> io::Result<HashMap<u64, OwnedFd>> 
         if taken.len() == wanted.len() {
             break;
         }
-        take_of(pid, &path, wanted, &mut taken)?;
+        let descriptor = |number| Process::open(pid)?.descriptor(number);
+        take_of(&path, descriptor, wanted, &mut taken)?;
     }
     Ok(taken)
 }
@@ -139,21 +140,27 @@ pub fn take(wanted: &[u64], near: NetnsId) -> io::Result<HashMap<u64, OwnedFd>> 
 /// The same of one process. One that is gone has none.
 ///
 /// # Errors
-/// Those of pidfd_open(2) and pidfd_getfd(2): EPERM without CAP_SYS_PTRACE.
-pub fn take_from(pid: u32, wanted: &[u64]) -> io::Result<HashMap<u64, OwnedFd>> {
+/// Those of pidfd_getfd(2): EPERM without CAP_SYS_PTRACE.
+pub fn take_from(process: &Process, wanted: &[u64]) -> io::Result<HashMap<u64, OwnedFd>> {
     let mut taken = HashMap::new();
-    if let Ok(number) = i32::try_from(pid) {
-        take_of(number, Path::new(&format!("/proc/{pid}")), wanted, &mut taken)?;
-    }
+    // What another process's directory tells by now, if that is so, `descriptor` does not find.
+    let directory = PathBuf::from(format!("/proc/{}", process.pid()));
+    let descriptor = |number| process.descriptor(number);
+    take_of(&directory, descriptor, wanted, &mut taken)?;
     Ok(taken)
 }
 
-fn take_of(pid: i32, process: &Path, wanted: &[u64], taken: &mut HashMap<u64, OwnedFd>) -> io::Result<()> {
-    for (inode, number) in descriptors(process) {
+fn take_of(
+    directory: &Path,
+    descriptor: impl Fn(i32) -> io::Result<OwnedFd>,
+    wanted: &[u64],
+    taken: &mut HashMap<u64, OwnedFd>,
+) -> io::Result<()> {
+    for (inode, number) in descriptors(directory) {
         if !wanted.contains(&inode) || taken.contains_key(&inode) {
             continue;
         }
-        match descriptor_of(pid, number) {
+        match descriptor(number) {
             // The number may stand for another file by now.
             Ok(fd) if inode_of(fd.as_fd())? == inode => {
                 taken.insert(inode, fd);
@@ -187,20 +194,6 @@ fn gone(error: &io::Error) -> bool {
 fn inode_of(fd: BorrowedFd<'_>) -> io::Result<u64> {
     let status = nix::sys::stat::fstat(fd)?;
     Ok(status.st_ino)
-}
-
-/// A descriptor of the file that a process has under `number`.
-#[expect(unsafe_code, reason = "pidfd_open and pidfd_getfd have no wrapper")]
-fn descriptor_of(pid: i32, number: i32) -> io::Result<OwnedFd> {
-    let owned = |result: libc::c_long| -> io::Result<OwnedFd> {
-        let fd = i32::try_from(Errno::result(result)?).map_err(|_| Errno::EBADF)?;
-        // SAFETY: the system call that has just succeeded made the descriptor, and nobody else knows of it.
-        Ok(unsafe { OwnedFd::from_raw_fd(fd) })
-    };
-    // SAFETY: takes two numbers and touches no memory.
-    let process = owned(unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) })?;
-    // SAFETY: takes three numbers and touches no memory; the first is an open descriptor.
-    owned(unsafe { libc::syscall(libc::SYS_pidfd_getfd, process.as_raw_fd(), number, 0) })
 }
 
 /// What a socket may do that decides what can be given to it.
@@ -292,9 +285,8 @@ mod tests {
         expected.sort_unstable();
         assert_eq!(found.iter().map(|(port, _)| *port).collect::<Vec<_>>(), expected);
         let inodes: Vec<_> = found.iter().map(|(_, socket)| socket.inode).collect();
-        assert_eq!(take_from(std::process::id(), &inodes).unwrap().len(), 2);
-        assert!(take_from(1, &inodes).is_ok_and(|taken| taken.is_empty()));
-        assert!(take_from(u32::MAX, &inodes).unwrap().is_empty());
+        let from = |pid| take_from(&Process::open(pid).unwrap(), &inodes).unwrap().len();
+        assert_eq!((from(std::process::id()), from(1)), (2, 0));
     }
 
     #[test]

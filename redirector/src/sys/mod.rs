@@ -8,6 +8,7 @@ pub mod listening;
 pub mod lock;
 pub mod netlink;
 pub mod netns;
+pub mod pidfd;
 pub mod process;
 pub mod rulesets;
 pub mod seqpacket;

@@ -72,6 +72,11 @@ pub fn raise_memlock_limit() -> io::Result<()> {
     Ok(setrlimit(Resource::RLIMIT_MEMLOCK, hard, hard)?)
 }
 
+/// The user that this process acts as.
+pub fn own_uid() -> u32 {
+    nix::unistd::geteuid().as_raw()
+}
+
 /// The capabilities that are needed and missing.
 ///
 /// # Errors

@@ -19,6 +19,8 @@ use nix::{
 };
 use tokio::io::{Interest, unix::AsyncFd};
 
+use super::pidfd::Process;
+
 /// The most descriptors that one message can carry: SCM_MAX_FD, include/net/scm.h. With room for all of them, none can be
 /// left in the process without an owner.
 const MAX_FDS: usize = 253;
@@ -57,13 +59,12 @@ impl Seqpacket {
         })
     }
 
-    /// The process at the other end, as it was when it connected; `None` if it is not in this process's PID namespace, or below.
+    /// The process that connected the other end.
     ///
     /// # Errors
-    /// Those of getsockopt(2).
-    pub fn peer_pid(&self) -> io::Result<Option<u32>> {
-        let credentials = getsockopt(&self.socket, sockopt::PeerCredentials)?;
-        Ok(u32::try_from(credentials.pid()).ok().filter(|pid| *pid != 0))
+    /// Those of [`Process::peer_of`].
+    pub fn peer(&self) -> io::Result<Process> {
+        Process::peer_of(self.socket.as_fd())
     }
 
     /// The user as whom the process at the other end ran when it connected, or began to listen.

@@ -16,6 +16,7 @@ use nix::sys::signal::Signal;
 use redirector_tests::{
     agent::binary,
     app::{self, App},
+    chart::{items, text},
     cni,
     mesh::PORT,
     netns::unique_prefix,
@@ -28,7 +29,7 @@ use serde_json::{Value, json};
 
 use crate::{
     chart::{capabilities, environment, render},
-    objects::{items, only, text},
+    objects::only,
 };
 
 /// What `runtime-spec/config-linux.md` calls `maskedPaths` and `readonlyPaths`, as containerd and CRI-O give them to containers that are

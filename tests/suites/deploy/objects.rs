@@ -9,6 +9,7 @@ use k8s_openapi::api::{
     networking::v1::NetworkPolicy,
     rbac::v1::{ClusterRole, ClusterRoleBinding, Role, RoleBinding},
 };
+use redirector_tests::chart::text;
 use serde::{Serialize, de::DeserializeOwned};
 use serde_json::Value;
 
@@ -100,17 +101,4 @@ pub(crate) fn only<'a>(objects: &'a [Value], kind: &str) -> &'a Value {
         (Some(object), None) => object,
         (first, second) => panic!("one {kind} is wanted: {first:?}, {second:?}"),
     }
-}
-
-/// A text.
-///
-/// # Panics
-/// When it is none.
-pub(crate) fn text(value: &Value) -> &str {
-    value.as_str().unwrap_or_else(|| panic!("{value} is no text"))
-}
-
-/// The items of a list; none of one that is not there.
-pub(crate) fn items(value: &Value) -> impl Iterator<Item = &Value> {
-    value.as_array().into_iter().flatten()
 }

@@ -23,7 +23,6 @@ const ZTUNNEL: &str = "/var/run/ztunnel";
 const CAPTURING: &[&str] = &[STATE, BPFFS, CGROUPS, PROC, RCU_EXPEDITED, NETNS, CNI[0], CNI[1]];
 
 const OF_PODS: &[&str] = &[
-    "get pods",
     "list pods",
     "watch pods",
     "get namespaces",

@@ -393,7 +393,7 @@ impl State {
             .iter()
             .rev()
             .filter(|connection| connection.greeted);
-        let peers: Vec<_> = greeted.map(|connection| connection.peer).collect();
+        let peers: Vec<_> = greeted.map(|connection| connection.peer.clone()).collect();
         if *self.peers != *peers {
             self.peers = peers.into();
         }

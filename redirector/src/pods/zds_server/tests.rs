@@ -7,6 +7,7 @@ use crate::{
     mesh::pod::{PodInfo, PodUid},
     sys::{
         netns::Netns,
+        pidfd::Process,
         seqpacket::testing::{open_on, pair},
     },
 };
@@ -63,11 +64,11 @@ struct Client {
 }
 
 impl Client {
-    fn connect(proxies: &Arc<Proxies>, pid: u32) -> Self {
+    fn connect(proxies: &Arc<Proxies>, number: u64) -> Self {
         let (ours, socket) = pair();
         let peer = Peer {
-            pid: Some(pid),
-            cgroup: None,
+            process: Process::open(std::process::id()).unwrap(),
+            cgroup: Some(number),
         };
         let registered = proxies.register(peer);
         let proxies = Arc::clone(proxies);
@@ -84,9 +85,9 @@ impl Client {
     }
 
     /// One that has said hello and acknowledged a snapshot of so many pods.
-    async fn synced(proxies: &Arc<Proxies>, pid: u32, pods: usize) -> Self {
+    async fn synced(proxies: &Arc<Proxies>, number: u64, pods: usize) -> Self {
         let before = proxies.synced_ever();
-        let client = Self::connect(proxies, pid);
+        let client = Self::connect(proxies, number);
         client.say(HELLO).await;
         for _ in 0..pods {
             client.receive().await;
@@ -163,7 +164,7 @@ async fn a_snapshot_names_all_pods_and_then_adds_and_deletes_follow() {
     client.expect(&keep("u-0"), ACK).await;
     client.expect(&add("u-1"), ACK).await;
     client.expect(SNAPSHOT_SENT, ACK).await;
-    assert_eq!(proxies.peers()[0].pid, Some(7));
+    assert_eq!(proxies.peers()[0].cgroup, Some(7));
     client.expect(&add("u-1"), ACK).await;
     done(first).await.unwrap();
 
@@ -190,8 +191,8 @@ async fn adds_go_to_the_newest_and_deletes_to_all() {
     let proxies = proxies();
     let old = Client::synced(&proxies, 1, 0).await;
     let new = Client::synced(&proxies, 2, 0).await;
-    let pids: Vec<_> = proxies.peers().iter().map(|peer| peer.pid).collect();
-    assert_eq!(pids, [Some(2), Some(1)]);
+    let numbers: Vec<_> = proxies.peers().iter().map(|peer| peer.cgroup).collect();
+    assert_eq!(numbers, [Some(2), Some(1)]);
     let added = adding(&proxies, "u-1");
     new.expect(&add("u-1"), ACK).await;
     done(added).await.unwrap();
@@ -379,12 +380,12 @@ async fn of_too_many_connections_the_oldest_gives_way() {
     let proxies = proxies();
     let oldest = Client::synced(&proxies, 1, 0).await;
     let mut others = Vec::new();
-    for pid in 2..=17 {
-        others.push(Client::synced(&proxies, pid, 0).await);
+    for number in 2..=17 {
+        others.push(Client::synced(&proxies, number, 0).await);
     }
     assert!(matches!(oldest.end().await, End::Replaced));
     assert_eq!(proxies.peers().len(), 16);
-    assert_eq!(proxies.peers()[0].pid, Some(17));
+    assert_eq!(proxies.peers()[0].cgroup, Some(17));
     assert!(others.iter().all(|client| !client.task.is_finished()));
 }
 
@@ -444,7 +445,7 @@ async fn proxies_are_taken_and_known_by_their_process() {
     let wait = Duration::from_secs(60);
     let message = timeout(wait, socket.recv(16)).await.unwrap().unwrap();
     assert_eq!(message.bytes, SNAPSHOT_SENT);
-    assert_eq!(proxies.peers()[0].pid, Some(std::process::id()));
+    assert_eq!(proxies.peers()[0].process.pid(), std::process::id());
     stop.cancel();
     timeout(wait, task).await.unwrap().unwrap();
     assert!(!path.exists());

@@ -24,7 +24,7 @@ use super::{
 };
 use crate::{
     mesh::pod::PodUid,
-    redirect::{Error, PodNetwork, place_of},
+    redirect::{Error, PodNetwork, metrics::Repair, place_of},
     sys::{
         netlink::Netlink,
         netns::{Netns, Place},
@@ -123,6 +123,7 @@ impl Ebpf {
             return Ok(None);
         };
         let Some(programs) = self.in_place(pod, plan, instance) else {
+            self.repairs.add(Repair::Hooks);
             tracing::warn!(uid = %pod.uid, "hooks or pins of the capture are gone, or the pod has new interfaces: attaching anew");
             return Ok(None);
         };
@@ -136,6 +137,7 @@ impl Ebpf {
             ROUTING.add(plan.v6, &pod.rules.reroute_interfaces.0)
         });
         if let (Ok(1..), _) | (_, Ok(1..)) = (&set, &routed) {
+            self.repairs.add(Repair::Routing);
             tracing::warn!(uid = %pod.uid, "rules, routes or sysctls of the capture were gone, and are put back");
         }
         {

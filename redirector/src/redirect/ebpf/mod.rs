@@ -77,6 +77,7 @@ use self::{
 use super::{
     Attached, Count, Error, Marks, PodNetwork, Redirector, Serving,
     maps::{CgroupSet, TagMap},
+    metrics::{Occupancy, Repair, Repairs},
     probers::{Search, Sources, View},
     rules::Rules,
 };
@@ -129,6 +130,7 @@ pub struct Ebpf {
     trusted: Mutex<Trusted>,
     /// The namespace whose processes may probe; `None` if nobody may.
     node: Option<Netns>,
+    repairs: Repairs,
 }
 
 /// Who probes, as looked for and as the programs know it.
@@ -201,6 +203,7 @@ impl Ebpf {
             probers: Mutex::new(probers),
             trusted: Mutex::new(trusted),
             node: (config.probes != Sources::None).then_some(node),
+            repairs: Repairs::default(),
         })
     }
 
@@ -329,9 +332,22 @@ impl Redirector for Ebpf {
     }
 
     fn counts(&self, uid: &PodUid) -> Result<Vec<Count>, Error> {
+        // Known without asking the file system, of nearly every pod.
+        let slot = self.known().get(uid).map(|known| known.slot);
+        if let Some(slot) = slot {
+            return self.store().counts(slot);
+        }
         let instances = self.pins.of(uid)?;
         let own = instances.iter().find(|instance| instance.build == self.build);
         own.map_or(Ok(Vec::new()), |instance| self.store().counts(instance.slot))
+    }
+
+    fn occupancy(&self) -> Vec<Occupancy> {
+        self.store().occupancy()
+    }
+
+    fn repairs(&self) -> Option<&Repairs> {
+        Some(&self.repairs)
     }
 
     fn look_for_probers(&self) -> Result<Option<View>, Error> {
@@ -344,6 +360,7 @@ impl Redirector for Ebpf {
 
     fn make_ready(&self) -> Result<(), Error> {
         if self.shared.put_back()? {
+            self.repairs.add(Repair::Shared);
             tracing::warn!("programs that all pods share were gone from their array, and are put back");
         }
         self.fill_spares()

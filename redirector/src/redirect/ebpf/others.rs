@@ -107,8 +107,7 @@ impl Ebpf {
             if held.len() == PLACES.len() {
                 break;
             }
-            let Some(pid) = peer.pid else { continue };
-            let mut taken = listening::take_from(pid, &inodes).map_err(failed)?;
+            let mut taken = listening::take_from(&peer.process, &inodes).map_err(failed)?;
             for (place, port) in PLACES.into_iter().zip(PROXY_PORTS) {
                 if held.iter().any(|(given, _)| *given == place) {
                     continue;
@@ -130,7 +129,7 @@ impl Ebpf {
                 "no transparent socket (IP_TRANSPARENT) of the proxy's, {}, listens on {} in the pod{}",
                 processes(peers),
                 missing.join(", "),
-                advice(peers, process::sees_all())
+                advice(process::sees_all())
             )
         });
         if let Some(lack) = &lack
@@ -167,19 +166,16 @@ fn best<'a>(
 }
 
 fn processes(peers: &[Peer]) -> String {
-    let pids: Vec<_> = peers.iter().filter_map(|peer| peer.pid).collect();
+    let pids: Vec<_> = peers.iter().map(|peer| peer.process.pid().to_string()).collect();
     match pids.as_slice() {
-        [] => "which is not connected or not seen".to_owned(),
-        pids => {
-            let texts: Vec<_> = pids.iter().map(ToString::to_string).collect();
-            format!("process {}", texts.join(" or "))
-        }
+        [] => "which is not connected".to_owned(),
+        pids => format!("process {}", pids.join(" or ")),
     }
 }
 
 /// What else may be the reason that a socket is not seen.
-fn advice(peers: &[Peer], sees_all: bool) -> &'static str {
-    if peers.iter().any(|peer| peer.pid.is_none()) || !sees_all {
+fn advice(sees_all: bool) -> &'static str {
+    if !sees_all {
         "; the sockets of a proxy are seen only with CAP_SYS_PTRACE and in the node's PID namespace (hostPID), and this agent lacks one \
          of them"
     } else {
@@ -244,25 +240,24 @@ fn wanted(met: &mut Vec<u64>, peers: &[Peer]) -> BTreeSet<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sys::pidfd::Process;
 
-    fn peer(pid: u32, cgroup: Option<u64>) -> Peer {
-        Peer {
-            pid: Some(pid),
-            cgroup,
-        }
+    fn peer(cgroup: Option<u64>) -> Peer {
+        let process = Process::open(std::process::id()).unwrap();
+        Peer { process, cgroup }
     }
 
     #[test]
     fn cgroups_that_were_met_stay_trusted_and_the_mark_alone_does_only_while_it_has_to() {
         let mut met = vec![3];
-        assert_eq!(wanted(&mut met, &[peer(1, Some(5))]), BTreeSet::from([3, 5]));
+        assert_eq!(wanted(&mut met, &[peer(Some(5))]), BTreeSet::from([3, 5]));
         assert_eq!(
-            wanted(&mut met, &[peer(2, None), peer(1, Some(5))]),
+            wanted(&mut met, &[peer(None), peer(Some(5))]),
             BTreeSet::from([ANY_WITH_MARK, 3, 5])
         );
-        assert_eq!(wanted(&mut met, &[peer(2, Some(3))]), BTreeSet::from([3, 5]));
+        assert_eq!(wanted(&mut met, &[peer(Some(3))]), BTreeSet::from([3, 5]));
         assert_eq!(met, [5, 3]);
-        let many: Vec<_> = (100..200).map(|id| peer(1, Some(id))).collect();
+        let many: Vec<_> = (100..200).map(|id| peer(Some(id))).collect();
         let set = wanted(&mut met, &many);
         assert_eq!(set.len(), MAX_PROXIES - 1);
         // The one that came last is the first.
@@ -271,13 +266,11 @@ mod tests {
 
     #[test]
     fn what_is_missing_names_the_process_and_the_right() {
-        assert_eq!(processes(&[peer(7, None), peer(8, None)]), "process 7 or 8");
-        let unseen = Peer {
-            pid: None,
-            cgroup: None,
-        };
-        assert!(processes(&[unseen]).contains("not seen"));
-        assert!(advice(&[unseen], true).contains("hostPID"));
-        assert_eq!(advice(&[peer(7, None)], true), "");
+        let own = std::process::id();
+        let both = processes(&[peer(None), peer(None)]);
+        assert_eq!(both, format!("process {own} or {own}"));
+        assert!(processes(&[]).contains("not connected"));
+        assert!(advice(false).contains("hostPID"));
+        assert_eq!(advice(true), "");
     }
 }

@@ -10,8 +10,8 @@ use std::{
 use aya::maps::{MapData, MapError, SockMap};
 use redirector_common::{
     maps::{
-        self as layout, AddressKey, FLAG_RELEASING, Facts, Listener, MAX_PODS, MAX_SLOTS, PodEntry,
-        listener_index,
+        self as layout, AddressKey, FLAG_RELEASING, Facts, Listener, MAX_ALL_ADDRESSES, MAX_ALL_RULES,
+        MAX_PODS, MAX_SLOTS, PodEntry, listener_index,
     },
     net::Addr,
     rules::{self, GENERATION},
@@ -33,6 +33,7 @@ use crate::{
     redirect::{
         Count, Error,
         maps::{AddressMap, CounterMap, FactsMap, PodMap, RuleMap, TracedMap},
+        metrics::Occupancy,
     },
     sys::{listening::Listening, socket},
 };
@@ -373,6 +374,19 @@ impl Store {
         }
         held.dns_candidates = candidates;
         Ok(())
+    }
+
+    /// How full the maps are that all pods share.
+    pub(super) fn occupancy(&self) -> Vec<Occupancy> {
+        let owners: HashSet<&PodUid> = self.slots.values().map(|held| &held.owner).collect();
+        let sum = |of: fn(&Held) -> usize| self.slots.values().map(of).sum();
+        let map = |map, entries, most| Occupancy { map, entries, most };
+        vec![
+            map("pods", owners.len(), MAX_PODS),
+            map("slots", self.slots.len(), MAX_SLOTS),
+            map("addresses", sum(|held| held.addresses.len()), MAX_ALL_ADDRESSES),
+            map("rules", sum(|held| held.keys.len()), MAX_ALL_RULES),
+        ]
     }
 
     /// What a pod's programs have counted.
