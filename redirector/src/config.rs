@@ -38,7 +38,7 @@ pub mod values;
 use self::{
     planes::{Certificates, Environment, Plane},
     settings::Settings,
-    values::{Names, Redirect, Span, Workers},
+    values::{Names, Redirect, Span, Takeover, Workers},
 };
 
 /// The configuration of an agent.
@@ -127,6 +127,8 @@ pub struct Config {
     pub release_grace: Span,
     /// Release all pods when the agent stops.
     pub release_on_exit: bool,
+    /// Whether to take over from an agent that runs.
+    pub takeover: Takeover,
     /// Worker threads.
     pub worker_threads: usize,
     /// What is logged.
@@ -247,6 +249,11 @@ impl Config {
         let file = file.map(read).transpose()?.unwrap_or_default();
         let settings = flags.or(Settings::from_environment(environment)?).or(file);
         Self::from_settings(settings, environment)
+    }
+
+    /// Where the agent listens for one that is to take over.
+    pub fn takeover_socket(&self) -> PathBuf {
+        self.state_dir.join("takeover.sock")
     }
 
     fn from_settings(s: Settings, environment: &Environment) -> Result<Self, Error> {
@@ -429,6 +436,7 @@ impl Config {
                 .unwrap_or_else(|| Span(shutdown_grace(s.termination_grace_period_seconds))),
             release_grace: s.drain.unwrap_or_default(),
             release_on_exit: s.release_on_exit.unwrap_or(false),
+            takeover: s.takeover.unwrap_or_default(),
             worker_threads: worker_threads(s.worker_threads),
             log_level: s.log_level.unwrap_or_default(),
             log_format: s.log_format.unwrap_or_default(),

@@ -40,6 +40,7 @@ const LIMITS: Limits = Limits {
     header_deadline: Duration::from_secs(5),
     body_deadline: Duration::from_secs(5),
     connection_deadline: Duration::from_secs(30),
+    stop_deadline: Duration::from_secs(2),
 };
 
 /// What the endpoints show and control.

@@ -8,7 +8,7 @@ use serde::de::{Deserializer, Error as _, Visitor};
 use super::{
     Error,
     planes::Environment,
-    values::{Names, Redirect, Span, Workers},
+    values::{Names, Redirect, Span, Takeover, Workers},
 };
 use crate::{
     proxy::access_log::Share,
@@ -227,6 +227,9 @@ settings! {
         drain: Span, [];
     "Release all pods when the agent stops; else their capture stays and they fail closed [default: false]"
         release_on_exit: bool, [], switch "true";
+    "Take over from the agent that runs with this state directory, so that no connection is lost: auto (if there is one) or never; \
+     either hands over to one that asks [default: never]"
+        takeover: Takeover, ["TAKEOVER"], switch "auto";
     "Worker threads: a number, or a percentage of the CPUs"
         worker_threads: Workers, ["ZTUNNEL_WORKER_THREADS"];
     "Log level, or a list of module=level [default: info]"

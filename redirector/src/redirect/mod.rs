@@ -55,6 +55,8 @@ pub struct Listeners<'a> {
     pub inbound: BorrowedFd<'a>,
     /// Port 15008.
     pub hbone: BorrowedFd<'a>,
+    /// They are from another agent of this node, which has attached the pod to them.
+    pub inherited: bool,
 }
 
 /// Whose listeners take a pod's connections.

@@ -14,6 +14,11 @@ use nix::sys::{
 
 use super::netns::{Netns, NetnsId};
 
+/// The user as whom this process runs.
+pub fn user() -> u32 {
+    nix::unistd::geteuid().as_raw()
+}
+
 /// The capabilities without which no pod can be captured, by number: include/uapi/linux/capability.h.
 const NEEDED: [(u32, &str); 3] = [(12, "CAP_NET_ADMIN"), (13, "CAP_NET_RAW"), (21, "CAP_SYS_ADMIN")];
 

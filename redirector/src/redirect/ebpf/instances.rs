@@ -143,6 +143,9 @@ impl Ebpf {
         {
             let mut store = self.store();
             store.set_addresses(instance.slot, &plan.addresses)?;
+            if listeners.inherited {
+                store.note_listeners(instance.slot, listeners)?;
+            }
             store.set_listeners(instance.slot, listeners)?;
         }
         set.and(routed)?;

@@ -3,7 +3,7 @@
 use std::{
     collections::{BTreeSet, HashMap, HashSet},
     net::IpAddr,
-    os::fd::{AsFd, AsRawFd},
+    os::fd::{AsFd, AsRawFd, BorrowedFd},
     time::Instant,
 };
 
@@ -301,14 +301,25 @@ impl Store {
         Ok(())
     }
 
+    /// Takes listeners for those that are in their places since before this agent began.
+    pub(super) fn note_listeners(&mut self, slot: u32, listeners: &Sockets<'_>) -> Result<(), Error> {
+        let held = held(&mut self.slots, slot)?;
+        for (place, socket) in listeners.places() {
+            let cookie = listener_cookie(socket)?;
+            held.listeners
+                .entry(listener_index(slot, place))
+                .or_insert(cookie);
+        }
+        Ok(())
+    }
+
     /// Puts listeners into their places of the pod's in the sockmap, unless they are there. A place for which there is none stays as
     /// it is: a socket that is closed has left it.
     pub(super) fn set_listeners(&mut self, slot: u32, listeners: &Sockets<'_>) -> Result<(), Error> {
         let held = held(&mut self.slots, slot)?;
         for (place, socket) in listeners.places() {
             let index = listener_index(slot, place);
-            let cookie =
-                socket::cookie(socket).map_err(|error| Error::new("reading a listener's cookie", error))?;
+            let cookie = listener_cookie(socket)?;
             let before = held.listeners.get(&index);
             if before == Some(&cookie) {
                 continue;
@@ -382,6 +393,10 @@ impl Store {
     pub(super) fn counts(&self, slot: u32) -> Result<Vec<Count>, Error> {
         read_counts(&self.counters, slot)
     }
+}
+
+fn listener_cookie(socket: BorrowedFd<'_>) -> Result<u64, Error> {
+    socket::cookie(socket).map_err(|error| Error::new("reading a listener's cookie", error))
 }
 
 fn held(slots: &mut HashMap<u32, Held>, slot: u32) -> Result<&mut Held, Error> {
