@@ -376,7 +376,7 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
         awaited,
         flows,
         identities: Arc::clone(&identities),
-        registry,
+        registry: Arc::new(registry),
         logs,
         backend,
         config: serde_json::to_value(&config).unwrap_or_default(),

@@ -46,7 +46,7 @@ fn fixture() -> Fixture {
         awaited: awaited_view,
         flows: Arc::default(),
         identities: Store::new(Arc::new(Nobody), PeerRules::default()),
-        registry: metrics::registry(),
+        registry: Arc::new(metrics::registry()),
         logs,
         backend: "test",
         config: json!({"redirect": "test"}),

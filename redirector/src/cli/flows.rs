@@ -280,7 +280,10 @@ pub(super) fn flows(arguments: &FlowsArguments) -> anyhow::Result<()> {
     chosen.drain(..chosen.len().saturating_sub(arguments.last));
     arguments.print(&chosen, screen)?;
     let mut next = ended.next;
-    while arguments.follow {
+    if !arguments.follow {
+        return Ok(());
+    }
+    loop {
         let ended = news(client, next)?;
         if ended.lost > 0 {
             let _ = writeln!(
@@ -293,7 +296,6 @@ pub(super) fn flows(arguments: &FlowsArguments) -> anyhow::Result<()> {
         let chosen = arguments.chosen(client, "/flows", ended.flows)?;
         arguments.print(&chosen, screen)?;
     }
-    Ok(())
 }
 
 /// What has ended since; waits for it where it can.

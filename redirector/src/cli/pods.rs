@@ -339,7 +339,7 @@ mod tests {
             error: Some("it lacks something".to_owned()),
             ..pod("shop", "a", State::Captured)
         };
-        let text = table(&[impaired.clone()], &[], Form::Table).render(Screen::default());
+        let text = table(std::slice::from_ref(&impaired), &[], Form::Table).render(Screen::default());
         assert!(
             text.contains("  IMPAIRED  ") && text.contains("\n    it lacks something\n"),
             "{text}"

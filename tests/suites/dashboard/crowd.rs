@@ -77,7 +77,7 @@ fn pods() -> Value {
             "netnsPath": null,
             "addresses": [format!("10.0.{}.{}", number / 250, number % 250 + 1)],
             "state": if number == 7 { "notCaptured" } else { "captured" },
-            "strict": number % 3 == 0,
+            "strict": number.is_multiple_of(3),
             "error": (number == 7).then_some("cannot attach to eth0: no such device"),
         })
     };

@@ -160,35 +160,3 @@ fn what_is_beyond_the_bounds_is_counted_without_names() {
     }
     assert_eq!(traffic.folded.get(), 5);
 }
-
-/// Of 500 pods and 4,000 sets of labels. It tells something of an optimised build alone.
-#[test]
-#[ignore = "a measure: to be run with --nocapture"]
-fn how_long_a_scrape_takes() {
-    const PODS: usize = 500;
-    const SETS_OF_POD: usize = 8;
-    let traffic = Traffic::default();
-    let pods: Vec<_> = (0..PODS).map(|_| OfPod::default()).collect();
-    for (number, pod) in pods.iter().enumerate() {
-        for set in 0..SETS_OF_POD {
-            let facts = facts(&format!("web-{number}-{set}"));
-            let series = pod.series(&traffic, Direction::Outbound, Security::MutualTls, &facts);
-            series.opened.fetch_add(1, Ordering::Relaxed);
-            series.end(Flag::None);
-        }
-    }
-    let mut took = Vec::new();
-    let mut bytes = 0;
-    for _ in 0..20 {
-        let begun = std::time::Instant::now();
-        bytes = text(&traffic).len();
-        took.push(begun.elapsed());
-    }
-    took.sort();
-    println!(
-        "{} KiB, median {:?}, longest {:?}",
-        bytes / 1024,
-        took[10],
-        took[19]
-    );
-}
