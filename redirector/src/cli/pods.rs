@@ -333,21 +333,6 @@ mod tests {
     }
 
     #[test]
-    fn a_capture_that_is_impaired_is_told_from_one_that_is_not() {
-        let impaired = PodStatus {
-            impaired: true,
-            error: Some("it lacks something".to_owned()),
-            ..pod("shop", "a", State::Captured)
-        };
-        let text = table(std::slice::from_ref(&impaired), &[], Form::Table).render(Screen::default());
-        assert!(
-            text.contains("  IMPAIRED  ") && text.contains("\n    it lacks something\n"),
-            "{text}"
-        );
-        assert_eq!(Shown::from(&impaired), Shown::Impaired);
-    }
-
-    #[test]
     fn the_counters_are_beside_what_the_agent_says() {
         let view = with_counters(
             ([127, 0, 0, 1], 15000).into(),
@@ -375,7 +360,10 @@ mod tests {
                 .map(|pod| format!("{}/{}", pod.namespace, pod.name));
             pods.chain(missed).collect::<Vec<_>>()
         };
-        assert_eq!(named(Wanted::default()), ["shop/a", "bank/a", "shop/c", "shop/m"]);
+        assert_eq!(
+            named(Wanted::default()),
+            ["shop/a", "bank/a", "shop/c", "shop/d", "shop/m"]
+        );
         let by_name = Wanted {
             pod: Some("a".to_owned()),
             ..Wanted::default()
