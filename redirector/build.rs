@@ -1,9 +1,11 @@
 //! Embeds the eBPF object, which `cargo xtask` builds: `OUT_DIR/redirector.bpf.o`. Without one an empty file takes its
 //! place, so that checking, linting and unit tests need no eBPF toolchain; the loader knows it by its length.
+//! And tells the build itself, for the config dump.
 
 use std::{
     env, fs,
     path::{Path, PathBuf},
+    process::Command,
 };
 
 fn main() {
@@ -35,6 +37,22 @@ fn main() {
     );
     let embedded = Path::new(&variable("OUT_DIR")).join("redirector.bpf.o");
     fs::write(&embedded, object).unwrap_or_else(|error| panic!("writing {}: {error}", embedded.display()));
+
+    println!(
+        "cargo::rustc-env=REDIRECTOR_BUILD_PROFILE={}",
+        variable("PROFILE")
+    );
+    println!("cargo::rustc-env=REDIRECTOR_RUST_VERSION={}", rust_version());
+}
+
+/// Such as `1.90.0`.
+fn rust_version() -> String {
+    let told = Command::new(variable("RUSTC")).arg("--version").output();
+    let told = told.map(|output| String::from_utf8_lossy(&output.stdout).into_owned());
+    let version = told
+        .ok()
+        .and_then(|text| text.split(' ').nth(1).map(str::to_owned));
+    version.unwrap_or_else(|| "unknown".to_owned())
 }
 
 fn variable(name: &str) -> String {

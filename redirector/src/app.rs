@@ -1,17 +1,24 @@
 //! The agent as a whole: builds every part, hands it over, starts and stops them in order.
 //!
-//! Start: rights, sockets, mesh, identities, backend, pods. The CNI socket is bound first of all, so that a second agent
+//! Start: rights, sockets, mesh, identities, backend, pods. Where an agent runs that is to be taken over (`takeover`), what it holds
+//! comes before all that, and goes into each part. The CNI socket is bound first of all, so that a second agent
 //! touches no pod of the first, and served last, when the pods of an earlier agent are back. Stop: not ready, no new events,
 //! proxies drain, the rest. Where the agent is uninstalled, the CNI plugin goes first of all, and the pods are released.
 
 mod installer;
 mod table;
+mod takeover;
 mod upkeep;
 
 use std::{
-    fs, io,
+    fs,
+    future::pending,
+    io,
     net::{Ipv4Addr, SocketAddr},
-    os::unix::fs::DirBuilderExt,
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::fs::DirBuilderExt,
+    },
     path::{Path, PathBuf},
     sync::{
         Arc,
@@ -19,18 +26,24 @@ use std::{
     },
 };
 
+use futures_util::{FutureExt as _, future::FusedFuture as _};
 use prometheus_client::registry::Registry;
 use tokio::{
     net::TcpListener,
     signal::unix::{Signal, SignalKind, signal},
-    sync::{Notify, mpsc, watch},
-    task::JoinSet,
+    sync::{Notify, mpsc, oneshot, watch},
+    task::{JoinError, JoinSet},
     time::{Duration, timeout},
 };
-use tokio_util::sync::CancellationToken;
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tracing::{debug, error, info, warn};
 
-use self::{installer::Installer, table::Table, upkeep::Upkeep};
+use self::{
+    installer::Installer,
+    table::Table,
+    takeover::{Given, Giver, Holding, Holdings, Parts, made},
+    upkeep::Upkeep,
+};
 use crate::{
     admin::{Admin, Endpoint},
     config::{Config, MeshSource, PodSource, planes::Certificates, values::Redirect},
@@ -60,14 +73,15 @@ use crate::{
         admission::Admission,
         cni_server::CniServer,
         kubernetes::Follower,
-        launch::PodProxies,
+        launch::{Inherited, PodProxies},
         lifecycle,
         others::OtherProxies,
+        pause::{Pauses, pauses},
         records::{self, Records},
         restore,
         rules::{self, NodeRules, RulesFile},
         socket_file::BindError,
-        status::{self, Status},
+        status::{self, PodStatus, Status},
         zds,
         zds_server::{Proxies, ZdsServer},
     },
@@ -174,6 +188,12 @@ pub enum Error {
     /// The backend.
     #[error("cannot redirect traffic")]
     Redirect(#[source] redirect::Error),
+    /// Another agent is not taken over.
+    #[error("cannot take over (--takeover)")]
+    Takeover(#[from] takeover::Error),
+    /// The socket of those who take over.
+    #[error("cannot listen for who takes over")]
+    TakeoverSocket(#[source] BindError),
     /// A part of the agent ended by itself.
     #[error("internal fault: a part of the agent ended")]
     Ended,
@@ -189,8 +209,13 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
     }
     info!(config = %serde_json::to_string(&config).unwrap_or_default(), "effective configuration");
 
-    let endpoints = Endpoints::bind(&config).await?;
-    let pod_source = BoundSource::bind(&config.pods)?;
+    let (mut taking, mut before) = takeover::begin(&config).await?.unzip();
+    let before = before.get_or_insert_default();
+    // As long as another agent serves the pods, what is in place is left to it.
+    let foreign = Arc::new(AtomicBool::new(taking.is_some()));
+    let mut holdings = Holdings::default();
+    let endpoints = Endpoints::bind(&config, before, &mut holdings).await?;
+    let pod_source = BoundSource::bind(&config.pods, before, &mut holdings, &foreign)?;
     let look = Arc::new(Notify::new());
     let proxies = Arc::new(Proxies::new(Arc::clone(&look)));
     let others = match &config.ztunnel_uds {
@@ -198,7 +223,9 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
         None => None,
     };
     make_state_dir(&config)?;
-    let _state = lock(&config.state_dir, "--state-dir")?;
+    let given = before.take(Holding::StateDir);
+    let state = lock(&config.state_dir, "--state-dir", given)?;
+    hold(&mut holdings, Holding::StateDir, &state)?;
     let records = Records::open(&config.state_dir).map_err(Error::Records)?;
 
     // What serves: ended after the pods.
@@ -217,6 +244,10 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
     };
     let identities = Store::new(certificates(&config)?, rules);
     identity::metrics::register(&mut registry, Arc::clone(&identities));
+    let inherited = Arc::<Inherited>::default();
+    if let Some(taking) = &mut taking {
+        taking.pods(awaited.clone(), &inherited).await?;
+    }
     let prepared = {
         let config = config.clone();
         tokio::task::spawn_blocking(move || prepare_redirector(&config))
@@ -226,13 +257,18 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
     prepared?;
     // Before anything is changed there, and whatever the backend: the pins of an earlier agent are removed pod by pod, those of another
     // one must not be.
-    let _pins = match lock(&config.bpffs_dir, "--bpffs-dir") {
+    let given = before.take(Holding::BpffsDir);
+    let pins = match lock(&config.bpffs_dir, "--bpffs-dir", given) {
         Err(Error::Lock {
             source: LockError::System(error),
             ..
         }) if error.kind() == io::ErrorKind::NotFound => None,
         locked => Some(locked?),
     };
+    if let Some(pins) = &pins {
+        hold(&mut holdings, Holding::BpffsDir, pins)?;
+    }
+    let giver = Giver::bind(&config, before, &foreign, holdings).map_err(Error::TakeoverSocket)?;
     let redirector = {
         let config = config.clone();
         tokio::task::spawn_blocking(move || build_redirector(&config))
@@ -242,18 +278,25 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
 
     let (upkeep, probers) = Upkeep::begin(Arc::clone(&redirector)).await;
 
-    redirect::metrics::register(&mut registry, Arc::clone(&redirector));
     let flows = Arc::<Flows>::default();
+    let listening = TaskTracker::new();
+    // Cancelled when it is this agent that serves.
+    let open = CancellationToken::new();
+    if taking.is_none() {
+        open.cancel();
+    }
     let shared = Arc::new(Shared {
         mesh: mesh.clone(),
         identities: Arc::clone(&identities),
         redirector: Arc::clone(&redirector),
         config: config.proxy(),
-        metrics: proxy_metrics(&mut registry),
+        metrics: proxy_metrics(&config, &mut registry),
         flows: Arc::clone(&flows),
         residents: proxy::Residents::default(),
         demand,
         names: proxy::Names::default(),
+        open: open.clone(),
+        listening: listening.clone(),
     });
     let pod_metrics = status::Metrics::default();
     pod_metrics.register(&mut registry);
@@ -272,16 +315,25 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
         rules: start_rules(&config, &redirector, &mut tasks, &serving)?,
     };
     let backend = redirector.name();
-    tasks.spawn(upkeep.run(serving.clone()));
+    let (cni_pauser, cni_pauses) = pauses();
+    let (pods_pauser, pods_pauses) = pauses();
+    let (upkeep_pauser, upkeep_pauses) = pauses();
+    let parts = Parts {
+        cni: cni_pauser,
+        pods: pods_pauser,
+        upkeep: upkeep_pauser,
+    };
+    tasks.spawn(upkeep.run(upkeep_pauses, serving.clone()));
     let (quit, stopping) = (CancellationToken::new(), CancellationToken::new());
     // What takes and carries out events: ended first.
     let (events, receiver) = mpsc::channel(EVENTS);
     let table = Table {
-        redirector,
+        redirector: Arc::clone(&redirector),
         records: records.clone(),
         settings,
         metrics: pod_metrics,
         events: receiver,
+        pauses: pods_pauses,
         stop: stopping.clone(),
     };
     let (lifecycle, pods_status) = match others {
@@ -292,15 +344,26 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
             tasks.spawn(server.run(serving.clone()));
             table.of(OtherProxies::new(proxies))
         }
-        None => table.of(PodProxies::new(shared, config.trust_domain.clone())),
+        None => table.of(PodProxies::new(
+            shared,
+            config.trust_domain.clone(),
+            Arc::clone(&inherited),
+        )),
     };
+    status::register_states(&mut registry, pods_status.clone());
+    let named = pods_status.clone();
+    redirect::metrics::register(&mut registry, redirector, move || {
+        let pods = &named.borrow().pods;
+        let name = |pod: &PodStatus| (pod.uid.clone(), (pod.namespace.clone(), pod.name.clone()));
+        pods.iter().map(name).collect()
+    });
     let follower = config.kubernetes_pods.as_ref().map(|pods| {
         let follower = Follower::new(Kubernetes::new(pods.cluster.clone()), pods.config.clone());
         follower.watch(&mut tasks, &serving);
         follower.annotate(pods_status.clone(), &mut tasks, &serving);
         follower
     });
-    let (installer, cni) = Installer::begin(&config, pods_status.clone());
+    let (installer, cni) = Installer::begin(&config, pods_status.clone(), open.clone());
     let admin = Arc::new(Admin {
         directory: follower.as_ref().map(Follower::directory),
         missed: follower
@@ -313,14 +376,17 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
         awaited,
         flows,
         identities: Arc::clone(&identities),
-        registry,
+        registry: Arc::new(registry),
         logs,
         backend,
         config: serde_json::to_value(&config).unwrap_or_default(),
+        dumps: Default::default(),
         quit: quit.clone(),
         stopping: stopping.clone(),
     });
-    endpoints.serve(&admin, &mut tasks, &serving);
+    // Ended before the proxies when another agent has taken over.
+    let answering = serving.child_token();
+    endpoints.serve(&admin, &mut tasks, &open, &answering);
     tasks.spawn(release_memory(serving.clone()));
 
     let mut lifecycle = tokio::spawn(lifecycle);
@@ -333,43 +399,86 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
             excluded: config.exclude_namespaces.0.clone(),
         },
     };
+    // Cancelled when the pods of an earlier agent are back, too.
+    let ready = CancellationToken::new();
+    let (restored, back) = oneshot::channel();
     let source = pod_source.run(
         records,
-        (events, pods_status),
+        (events, pods_status.clone()),
         admission,
         follower,
+        (restored, ready.clone(), cni_pauses),
         stopping.clone(),
     );
     sources.spawn(source);
+    let withdraw = CancellationToken::new();
     info!(backend, "agent started");
+    let mut giving = tokio::spawn(giver.run(parts, ready.clone(), withdraw.clone())).fuse();
+    let opened = async {
+        // A source that has ended tells nothing.
+        if back.await.is_ok() {
+            if let Some(mut taking) = taking {
+                taking.commit(pods_status, &identities, &inherited).await?;
+                foreign.store(false, Ordering::Relaxed);
+                open.cancel();
+                taking.closed().await;
+            }
+            ready.cancel();
+        }
+        pending::<Result<(), takeover::Error>>().await
+    };
 
-    let ended = tokio::select! {
+    let mut why = tokio::select! {
         name = signals.next() => {
             info!(signal = name, "stopping");
-            None
+            End::Asked
         }
         () = quit.cancelled() => {
             info!("asked to stop");
-            None
+            End::Asked
         }
-        ended = &mut lifecycle => Some(ended),
-        Some(ended) = sources.join_next() => Some(ended),
-        Some(ended) = tasks.join_next() => Some(ended),
+        given = &mut giving => match given {
+            Ok(Some(given)) => End::Given(given),
+            given => End::fault(given.map(drop)),
+        },
+        Err(error) = opened => End::Fault(Error::Takeover(error)),
+        ended = &mut lifecycle => End::fault(ended),
+        Some(ended) = sources.join_next() => End::fault(ended),
+        Some(ended) = tasks.join_next() => End::fault(ended),
     };
-    // While it asks, all goes on as before.
-    if ended.is_some() {
+    withdraw.cancel();
+    // It may have handed over in the meantime.
+    if !giving.is_terminated()
+        && let Ok(Some(given)) = giving.await
+    {
+        why = End::Given(given);
+    }
+    let (result, _rests) = match why {
+        End::Asked => (Ok(()), None),
+        End::Fault(error) => (Err(error), None),
+        End::Given(Given { talk, rests }) => {
+            info!(grace = ?config.shutdown_grace.0, "another agent has taken over: this one ends with its connections");
+            release_on_exit.store(false, Ordering::Relaxed);
+            stopping.cancel();
+            answering.cancel();
+            listening.close();
+            if timeout(STOP_DEADLINE, listening.wait()).await.is_err() {
+                warn!("some listeners are still open");
+            }
+            drop(talk);
+            (Ok(()), Some(rests))
+        }
+    };
+    if foreign.load(Ordering::Relaxed) {
+        release_on_exit.store(false, Ordering::Relaxed);
+        installer.end().await;
+    } else if result.is_err() {
         installer.end().await;
     } else if installer.leave().await {
+        // While it asked, all went on as before.
         release_on_exit.store(true, Ordering::Relaxed);
     }
     stopping.cancel();
-    let result = match ended {
-        None => Ok(()),
-        Some(ended) => {
-            error!(?ended, "a part of the agent ended by itself");
-            Err(Error::Ended)
-        }
-    };
     if !lifecycle.is_finished() {
         // It has deadlines of its own, for each of its steps.
         let _ = lifecycle.await;
@@ -379,6 +488,24 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
     end(tasks).await;
     info!("agent stopped");
     result
+}
+
+/// Why an agent ends.
+enum End {
+    /// It was asked to.
+    Asked,
+    /// Another one has taken over; what it has taken rests.
+    Given(Given),
+    /// It cannot go on.
+    Fault(Error),
+}
+
+impl End {
+    /// A part has ended that should not.
+    fn fault(ended: Result<(), JoinError>) -> Self {
+        error!(?ended, "a part of the agent ended by itself");
+        Self::Fault(Error::Ended)
+    }
 }
 
 async fn end(mut tasks: JoinSet<()>) {
@@ -406,6 +533,7 @@ fn build_redirector(config: &Config) -> Result<Arc<dyn Redirector>, Error> {
                 bpffs_dir: config.bpffs_dir.clone(),
                 force_clsact: config.force_clsact,
                 force_source_port: config.force_source_port,
+                rcu_expedited: config.rcu_expedited,
                 probes: config.probe_sources.clone(),
             })?),
             Redirect::Iptables => Box::new(iptables::Iptables::open(&config.iptables())?),
@@ -435,8 +563,8 @@ fn build_redirector(config: &Config) -> Result<Arc<dyn Redirector>, Error> {
     build().map_err(Error::Redirect)
 }
 
-fn proxy_metrics(registry: &mut Registry) -> Arc<proxy::Metrics> {
-    let metrics = Arc::new(proxy::Metrics::default());
+fn proxy_metrics(config: &Config, registry: &mut Registry) -> Arc<proxy::Metrics> {
+    let metrics = Arc::new(proxy::Metrics::new(config.access_log()));
     metrics.register(registry);
     metrics
 }
@@ -502,12 +630,25 @@ async fn release_memory(stop: CancellationToken) {
     }
 }
 
-/// Keeps a directory to this agent for as long as the returned value lives: two agents would release each other's pods.
-fn lock(path: &Path, flag: &'static str) -> Result<DirectoryLock, Error> {
+/// Keeps a directory to this agent for as long as the returned value lives: two agents would release each other's pods. The lock may be
+/// `given` by another.
+fn lock(path: &Path, flag: &'static str, given: Option<OwnedFd>) -> Result<DirectoryLock, Error> {
     let path = path.to_owned();
-    DirectoryLock::take(&path).map_err(|source| match source {
+    let locked = match given {
+        Some(given) => DirectoryLock::inherited(given, &path),
+        None => DirectoryLock::take(&path),
+    };
+    locked.map_err(|source| match source {
         LockError::Held { .. } => Error::InUse { path, flag, source },
         LockError::System(_) => Error::Lock { path, flag, source },
+    })
+}
+
+/// Keeps a duplicate for who takes over.
+fn hold(holdings: &mut Holdings, holding: Holding, of: &impl AsFd) -> Result<(), Error> {
+    holdings.add(holding, of.as_fd()).map_err(|source| Error::System {
+        operation: "duplicate a descriptor",
+        source,
     })
 }
 
@@ -620,34 +761,72 @@ fn certificates(config: &Config) -> Result<Arc<dyn CertSource>, Error> {
 struct Endpoints(Vec<(Endpoint, TcpListener)>);
 
 impl Endpoints {
-    async fn bind(config: &Config) -> Result<Self, Error> {
+    /// Those of the agent `before`, or new ones.
+    async fn bind(config: &Config, before: &mut Holdings, holdings: &mut Holdings) -> Result<Self, Error> {
         let mut bound = Vec::new();
-        for (endpoint, address, flag) in [
-            (Endpoint::Admin, config.admin_addr, "--admin-addr"),
-            (Endpoint::Metrics, config.metrics_addr, "--metrics-addr"),
-            (Endpoint::Readiness, config.readiness_addr, "--readiness-addr"),
+        for (endpoint, holding, address, flag) in [
+            (Endpoint::Admin, Holding::Admin, config.admin_addr, "--admin-addr"),
+            (
+                Endpoint::Metrics,
+                Holding::Metrics,
+                config.metrics_addr,
+                "--metrics-addr",
+            ),
+            (
+                Endpoint::Readiness,
+                Holding::Readiness,
+                config.readiness_addr,
+                "--readiness-addr",
+            ),
         ] {
-            let listener = match TcpListener::bind(address).await {
-                Err(error) if address.ip().is_unspecified() && address.is_ipv6() && lacks_ipv6(&error) => {
-                    TcpListener::bind((Ipv4Addr::UNSPECIFIED, address.port())).await
-                }
-                bound => bound,
+            let listener = match before.take(holding) {
+                Some(given) => tcp_listener(given),
+                None => match TcpListener::bind(address).await {
+                    Err(error)
+                        if address.ip().is_unspecified() && address.is_ipv6() && lacks_ipv6(&error) =>
+                    {
+                        TcpListener::bind((Ipv4Addr::UNSPECIFIED, address.port())).await
+                    }
+                    bound => bound,
+                },
             };
             let listener = listener.map_err(|source| Error::Listen {
                 address,
                 flag,
                 source,
             })?;
+            hold(holdings, holding, &listener)?;
             bound.push((endpoint, listener));
         }
         Ok(Self(bound))
     }
 
-    fn serve(self, admin: &Arc<Admin>, tasks: &mut JoinSet<()>, stop: &CancellationToken) {
+    /// Serves them from `open` on: until then they are another agent's, or wait.
+    fn serve(
+        self,
+        admin: &Arc<Admin>,
+        tasks: &mut JoinSet<()>,
+        open: &CancellationToken,
+        stop: &CancellationToken,
+    ) {
         for (endpoint, listener) in self.0 {
-            tasks.spawn(Arc::clone(admin).serve(endpoint, listener, stop.clone()));
+            let (admin, open, stop) = (Arc::clone(admin), open.clone(), stop.clone());
+            tasks.spawn(async move {
+                tokio::select! {
+                    () = open.cancelled() => {}
+                    () = stop.cancelled() => return,
+                }
+                admin.serve(endpoint, listener, stop).await;
+            });
         }
     }
+}
+
+/// A listener that another agent has handed over.
+fn tcp_listener(given: OwnedFd) -> io::Result<TcpListener> {
+    let listener = std::net::TcpListener::from(given);
+    listener.set_nonblocking(true)?;
+    TcpListener::from_std(listener)
 }
 
 /// The kernel has no IPv6, or it is switched off.
@@ -662,9 +841,22 @@ enum BoundSource {
 }
 
 impl BoundSource {
-    fn bind(source: &PodSource) -> Result<Self, Error> {
+    fn bind(
+        source: &PodSource,
+        before: &mut Holdings,
+        holdings: &mut Holdings,
+        foreign: &Arc<AtomicBool>,
+    ) -> Result<Self, Error> {
         Ok(match source {
-            PodSource::Cni(path) => Self::Cni(CniServer::bind(path).map_err(Error::CniSocket)?),
+            PodSource::Cni(path) => {
+                let server = match before.take(Holding::CniSocket) {
+                    Some(given) => made("the CNI socket", CniServer::inherited(path, given))?,
+                    None => CniServer::bind(path).map_err(Error::CniSocket)?,
+                };
+                let server = server.unless(foreign);
+                hold(holdings, Holding::CniSocket, &server)?;
+                Self::Cni(server)
+            }
             PodSource::Zds(path) => Self::Zds(path.clone()),
         })
     }
@@ -675,6 +867,7 @@ impl BoundSource {
         (events, pods): (mpsc::Sender<PodEvent>, watch::Receiver<Status>),
         admission: Admission,
         follower: Option<Follower>,
+        (restored, ready, pauses): (oneshot::Sender<()>, CancellationToken, Pauses<()>),
         stop: CancellationToken,
     ) {
         match self {
@@ -686,7 +879,12 @@ impl BoundSource {
                     },
                     () = stop.cancelled() => return,
                 }
-                let served = server.run(events.clone(), pods.clone(), admission, stop.clone());
+                let _ = restored.send(());
+                tokio::select! {
+                    () = ready.cancelled() => {}
+                    () = stop.cancelled() => return,
+                }
+                let served = server.run(events.clone(), pods.clone(), admission, pauses, stop.clone());
                 match follower {
                     Some(follower) => {
                         tokio::join!(served, follower.reconcile(events, pods, stop));
@@ -694,7 +892,10 @@ impl BoundSource {
                     None => served.await,
                 }
             }
-            Self::Zds(path) => zds::run(path, events, stop).await,
+            Self::Zds(path) => {
+                let _ = restored.send(());
+                zds::run(path, events, stop).await;
+            }
         }
     }
 }

@@ -19,7 +19,10 @@ use crate::{
         pod::Home,
         spiffe::{Aliases, SpiffeId},
     },
-    proxy::{self, PeerConfig},
+    proxy::{
+        self, PeerConfig,
+        access_log::{self, Share},
+    },
     redirect::{iptables, probers::Sources},
     sys::socket::Keepalive,
     telemetry::logs,
@@ -28,13 +31,14 @@ use crate::{
 pub mod cluster;
 pub mod cni;
 pub mod planes;
+pub mod reference;
 pub mod settings;
 pub mod values;
 
 use self::{
     planes::{Certificates, Environment, Plane},
     settings::Settings,
-    values::{Names, Redirect, Span, Workers},
+    values::{Names, Redirect, Span, Takeover, Workers},
 };
 
 /// The configuration of an agent.
@@ -49,6 +53,8 @@ pub struct Config {
     pub force_clsact: bool,
     /// Tell the proxy's dials to applications by source port even where the kernel tells their device.
     pub force_source_port: bool,
+    /// Cut the kernel's waiting short while TCX links are attached and removed.
+    pub rcu_expedited: bool,
     /// Whose connections from this node are left alone.
     pub probe_sources: Sources,
     /// Where programs and maps are pinned.
@@ -121,6 +127,8 @@ pub struct Config {
     pub release_grace: Span,
     /// Release all pods when the agent stops.
     pub release_on_exit: bool,
+    /// Whether to take over from an agent that runs.
+    pub takeover: Takeover,
     /// Worker threads.
     pub worker_threads: usize,
     /// What is logged.
@@ -129,6 +137,11 @@ pub struct Config {
     /// The form of the log.
     #[serde(serialize_with = "as_text")]
     pub log_format: logs::Format,
+    /// Of the connections that end well, which have a line in the access log.
+    #[serde(serialize_with = "as_text")]
+    pub access_log_sample: Share,
+    /// Lines of the access log in a second; 0: no bound.
+    pub access_log_rate: u32,
     /// Address of the admin endpoint.
     pub admin_addr: SocketAddr,
     /// Address of `/metrics`.
@@ -236,6 +249,11 @@ impl Config {
         let file = file.map(read).transpose()?.unwrap_or_default();
         let settings = flags.or(Settings::from_environment(environment)?).or(file);
         Self::from_settings(settings, environment)
+    }
+
+    /// Where the agent listens for one that is to take over.
+    pub fn takeover_socket(&self) -> PathBuf {
+        self.state_dir.join("takeover.sock")
     }
 
     fn from_settings(s: Settings, environment: &Environment) -> Result<Self, Error> {
@@ -348,6 +366,7 @@ impl Config {
         let daemonset = cni::daemonset(s.daemonset, &xds_identity, || {
             planes::cluster(kubeconfig, environment, "--daemonset")
         })?;
+        let access_log = access_log::Config::default();
         let proxy::Config {
             max_connections,
             pool,
@@ -363,6 +382,7 @@ impl Config {
             iptables_backend: s.iptables_backend.unwrap_or_default(),
             force_clsact: s.force_clsact.unwrap_or(false),
             force_source_port: s.force_source_port.unwrap_or(false),
+            rcu_expedited: s.rcu_expedited.unwrap_or(true),
             probe_sources: s.probe_sources.unwrap_or(Sources::Auto),
             bpffs_dir: s.bpffs_dir.unwrap_or_else(|| "/sys/fs/bpf/redirector".into()),
             pods: s.inpod_uds.map_or(PodSource::Cni(cni_socket), PodSource::Zds),
@@ -416,9 +436,12 @@ impl Config {
                 .unwrap_or_else(|| Span(shutdown_grace(s.termination_grace_period_seconds))),
             release_grace: s.drain.unwrap_or_default(),
             release_on_exit: s.release_on_exit.unwrap_or(false),
+            takeover: s.takeover.unwrap_or_default(),
             worker_threads: worker_threads(s.worker_threads),
             log_level: s.log_level.unwrap_or_default(),
             log_format: s.log_format.unwrap_or_default(),
+            access_log_sample: s.access_log_sample.unwrap_or(access_log.sample),
+            access_log_rate: s.access_log_rate.unwrap_or(access_log.lines_per_second),
             admin_addr: s.admin_addr.unwrap_or((Ipv4Addr::LOCALHOST, 15000).into()),
             metrics_addr: s.metrics_addr.unwrap_or((Ipv6Addr::UNSPECIFIED, 15020).into()),
             readiness_addr: s.readiness_addr.unwrap_or((Ipv6Addr::UNSPECIFIED, 15021).into()),
@@ -493,6 +516,14 @@ impl Config {
             network: self.network.clone(),
             cluster: self.cluster_id.clone(),
             node: self.node_name.clone(),
+        }
+    }
+
+    /// What of the connections is logged.
+    pub fn access_log(&self) -> access_log::Config {
+        access_log::Config {
+            sample: self.access_log_sample,
+            lines_per_second: self.access_log_rate,
         }
     }
 

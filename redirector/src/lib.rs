@@ -11,17 +11,20 @@
 //! pods
 //! admin | cni | debug
 //! config
-//! app | uninstall
+//! app | uninstall | doctor
+//! cli
 //! ```
 #![deny(unsafe_code)]
 
 pub mod admin;
 pub mod app;
+pub mod cli;
 pub mod cni;
 pub mod config;
 pub mod control_plane;
 pub mod debug;
 pub mod discovery;
+pub mod doctor;
 pub mod identity;
 pub mod mesh;
 pub mod pods;

@@ -3,11 +3,19 @@
 //! `pods::cni_server` and `admin` answer through it. It bounds the number of connections, the size and the time of a
 //! request; what a request means is its handler's matter. One request per connection, so that nobody can hold one.
 
-use std::{convert::Infallible, future::Future, io, sync::Arc, time::Duration};
+use std::{
+    borrow::Borrow,
+    convert::Infallible,
+    future::Future,
+    io,
+    os::fd::{AsFd, BorrowedFd},
+    sync::Arc,
+    time::Duration,
+};
 
 use bytes::{Bytes, BytesMut};
 use http::{Method, Request, Response, StatusCode, header};
-use http_body_util::{BodyExt, Full};
+use http_body_util::{BodyExt, Full, combinators::UnsyncBoxBody};
 use hyper::{body::Incoming, server::conn::http1, service::service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::{
@@ -33,13 +41,12 @@ pub struct Limits {
     pub body_deadline: Duration,
     /// Time for everything, the answer included.
     pub connection_deadline: Duration,
+    /// How long answers that are being made may take when the server is asked to stop.
+    pub stop_deadline: Duration,
 }
 
 /// Bytes of a request's head.
 const HEADER_BYTES: usize = 16 * 1024;
-
-/// How long answers that are being made may take when the server is asked to stop.
-const STOP_DEADLINE: Duration = Duration::from_secs(2);
 
 /// A listening socket.
 #[derive(Debug)]
@@ -70,18 +77,27 @@ impl Listener {
     }
 }
 
+impl AsFd for Listener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Tcp(listener) => listener.as_fd(),
+            Self::Unix(listener) => listener.as_fd(),
+        }
+    }
+}
+
 trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
 
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> Stream for T {}
 
-/// An answer.
-pub type Answer = Response<Full<Bytes>>;
+/// An answer, whole or made as it is read.
+pub type Answer = Response<UnsyncBoxBody<Bytes, Infallible>>;
 
 /// An answer of plain text; an empty one has no type.
 pub fn text(status: StatusCode, body: impl Into<String>) -> Answer {
     let body = body.into();
     let is_empty = body.is_empty();
-    let mut answer = Response::new(Full::new(Bytes::from(body)));
+    let mut answer = Response::new(Full::from(body).boxed_unsync());
     *answer.status_mut() = status;
     if !is_empty {
         let kind = header::HeaderValue::from_static("text/plain; charset=utf-8");
@@ -102,8 +118,9 @@ pub fn method_not_allowed(allowed: &Method) -> Answer {
     answer
 }
 
-/// Serves until `stop`; then no new connection is taken, and those there are get a moment to finish.
-pub async fn serve<H, F>(listener: Listener, limits: Limits, stop: CancellationToken, handler: H)
+/// Serves until `stop`; then no new connection is taken, and those there are get a moment to finish. Of a listener that is lent the
+/// others wait for whoever serves it next.
+pub async fn serve<H, F>(listener: impl Borrow<Listener>, limits: Limits, stop: CancellationToken, handler: H)
 where
     H: Fn(Request<Bytes>) -> F + Clone + Send + Sync + 'static,
     F: Future<Output = Answer> + Send + 'static,
@@ -116,14 +133,14 @@ where
             Some(_) = connections.join_next(), if !connections.is_empty() => continue,
             accepted = async {
                 let permit = Arc::clone(&free).acquire_owned().await;
-                (permit, listener.accept().await)
+                (permit, listener.borrow().accept().await)
             } => accepted,
         };
         match accepted {
             (Ok(permit), Ok((stream, caller))) => {
-                let (handler, stop) = (handler.clone(), stop.clone());
+                let handler = handler.clone();
                 connections.spawn(async move {
-                    connection(stream, caller, limits, stop, handler).await;
+                    connection(stream, caller, limits, handler).await;
                     drop(permit);
                 });
             }
@@ -137,18 +154,14 @@ where
         }
     }
     drop(listener);
+    // Not told to end: what was accepted last may not even have been read.
     let finish = async { while connections.join_next().await.is_some() {} };
-    let _ = timeout(STOP_DEADLINE, finish).await;
+    let _ = timeout(limits.stop_deadline, finish).await;
     connections.shutdown().await;
 }
 
-async fn connection<H, F>(
-    stream: Box<dyn Stream>,
-    caller: Option<Caller>,
-    limits: Limits,
-    stop: CancellationToken,
-    handler: H,
-) where
+async fn connection<H, F>(stream: Box<dyn Stream>, caller: Option<Caller>, limits: Limits, handler: H)
+where
     H: Fn(Request<Bytes>) -> F + Clone + Send + Sync + 'static,
     F: Future<Output = Answer> + Send + 'static,
 {
@@ -173,16 +186,7 @@ async fn connection<H, F>(
         .keep_alive(false)
         .half_close(true)
         .serve_connection(TokioIo::new(stream), service);
-    tokio::pin!(connection);
-    let served = async {
-        tokio::select! {
-            result = connection.as_mut() => return result,
-            () = stop.cancelled() => {}
-        }
-        connection.as_mut().graceful_shutdown();
-        connection.await
-    };
-    match timeout(limits.connection_deadline, served).await {
+    match timeout(limits.connection_deadline, connection).await {
         Ok(Ok(())) => {}
         Ok(Err(error)) => debug!(%error, "HTTP connection ended"),
         Err(_) => debug!("HTTP connection ended: it took too long"),
@@ -243,6 +247,7 @@ mod tests {
         header_deadline: Duration::from_millis(200),
         body_deadline: Duration::from_millis(200),
         connection_deadline: Duration::from_secs(5),
+        stop_deadline: Duration::from_secs(2),
     };
 
     async fn start() -> (std::net::SocketAddr, CancellationToken, JoinHandle<()>) {

@@ -184,6 +184,10 @@ fn remove_files(report: &mut Report, config: &Config, remove_ca: bool) {
     for (path, result) in Records::existing(&config.state_dir).remove_leftovers() {
         report.tried("removing", &path, result);
     }
+    match socket_file::remove_stale(&config.takeover_socket(), "--state-dir") {
+        Ok(()) | Err(BindError::NotASocket { .. }) => {}
+        Err(error) => report.failed(Chain(&error).to_string()),
+    }
     if remove_ca {
         for (path, result) in dev_ca::remove(&config.ca_dir) {
             report.tried("removing", &path, result);

@@ -15,7 +15,8 @@ const LAYERS: &[&[&str]] = &[
     &["pods"],
     &["admin", "cni", "debug"],
     &["config"],
-    &["app", "uninstall"],
+    &["app", "uninstall", "doctor"],
+    &["cli"],
 ];
 
 /// Files, and directories with all that is in them, that may hold `unsafe`.

@@ -344,6 +344,55 @@ impl Agent {
             .unwrap_or_else(|error| panic!("restarting the agent: {error:#}"));
     }
 
+    /// Starts a new one beside it, which takes over from it, and returns the one that was there. What became of that is not waited for.
+    ///
+    /// # Panics
+    /// When it cannot be started.
+    #[must_use]
+    pub fn succeed(&mut self, node: &Node) -> Self {
+        let mut options = self.options.clone();
+        options
+            .environment
+            .push(("TAKEOVER".to_owned(), "auto".to_owned()));
+        let successor = Self::spawn(node, &self.directory, options)
+            .unwrap_or_else(|error| panic!("starting the agent's successor: {error:#}"));
+        std::mem::replace(self, successor)
+    }
+
+    /// How often an agent has taken over from another one here.
+    pub fn takeovers(&self) -> usize {
+        self.log().matches("taken over from the running agent").count()
+    }
+
+    /// Starts a new one that takes over from it, and waits until it has; returns the one that was there, which ends by itself.
+    ///
+    /// # Panics
+    /// When it has not taken over in time.
+    #[must_use]
+    pub fn taken_over(&mut self, node: &Node) -> Self {
+        let before = self.takeovers();
+        let old = self.succeed(node);
+        wait::until("the agent to take over", || {
+            assert!(self.ended().is_none(), "it has ended:\n{}", self.log());
+            (self.takeovers() > before).then_some(())
+        });
+        old
+    }
+
+    /// Whether and how it has ended.
+    pub fn ended(&mut self) -> Option<ExitStatus> {
+        self.process.ended()
+    }
+
+    /// Waits until it has ended by itself.
+    ///
+    /// # Panics
+    /// When it has not in time.
+    pub fn end(&mut self) -> ExitStatus {
+        let status = self.process.wait(STOP_DEADLINE);
+        status.unwrap_or_else(|| panic!("the agent has not ended in {STOP_DEADLINE:?}:\n{}", self.log()))
+    }
+
     /// Starts a new one on the same directories, and ends it as a crash would after `life`, wherever it is by then.
     ///
     /// # Panics

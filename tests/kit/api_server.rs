@@ -521,7 +521,7 @@ fn request(spec: &Value) -> Result<CertificateSigningRequestParams, String> {
 }
 
 /// The certificate of a request that is valid, and the root behind it, which is more than is asked for.
-fn sign(root: &CertifiedIssuer<'static, KeyPair>, spec: &Value, other: Option<&str>) -> String {
+pub(crate) fn sign(root: &CertifiedIssuer<'static, KeyPair>, spec: &Value, other: Option<&str>) -> String {
     let mut csr = request(spec).expect("it is valid");
     if let Some(other) = other {
         csr.params.subject_alt_names = vec![SanType::URI(other.try_into().unwrap())];

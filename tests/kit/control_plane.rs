@@ -143,7 +143,7 @@ impl Demo {
     /// # Panics
     /// When it does not say.
     pub fn workloads(&self) -> u64 {
-        self.dump()["workloads"].as_u64().unwrap()
+        self.dump()["counts"]["workloads"].as_u64().unwrap()
     }
 
     /// Status and text of the readiness endpoint.

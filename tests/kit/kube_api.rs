@@ -17,19 +17,10 @@ use tokio::{runtime::Runtime, sync::mpsc};
 
 use crate::{
     api_server::{Body, StreamingResponder, kubeconfig, serve_streams, status, unauthorized},
+    cluster::{Cluster, NODE},
     grpc::Credentials,
-    netns::Namespace,
-    node::{Family, Pod},
+    node::{Family, Node, Pod},
 };
-
-/// The node's name.
-pub const NODE: &str = "node-a";
-
-/// The annotation that agents write.
-pub const ANNOTATION: &str = "ambient.istio.io/redirection";
-
-/// The one that says what a captured pod's capture lacks.
-pub const IMPAIRED: &str = "redirector.io/impaired";
 
 /// Objects in one page of a list: so few that each list has several.
 const PAGE: usize = 2;
@@ -59,12 +50,9 @@ struct State {
     patches: Vec<Value>,
 }
 
-impl KubeApi {
-    /// Starts one in `ns`, with the namespace `demo`; its files are in `directory`.
-    ///
-    /// # Panics
-    /// When it cannot.
-    pub fn start(ns: &Namespace, directory: &Path) -> Self {
+impl Cluster for KubeApi {
+    fn start(node: &Node) -> Self {
+        let (ns, directory) = (&node.host.ns, node.directory());
         let credentials = Credentials::create(directory, "kubernetes");
         let listener = ns.run(|| TcpListener::bind((Ipv4Addr::LOCALHOST, 0))).unwrap();
         let path = directory.join("kubeconfig");
@@ -87,12 +75,82 @@ impl KubeApi {
         api
     }
 
-    /// Makes a namespace, or gives it these labels.
-    pub fn namespace(&self, name: &str, labels: &Value) {
+    fn namespace(&self, name: &str, labels: &Value) {
         let object = json!({ "metadata": { "name": name, "uid": format!("ns-{name}"), "labels": labels } });
         self.state().put("namespaces", name.to_owned(), object);
     }
 
+    fn pod(&self, pod: &mut Pod, more: Value) {
+        let mut object = object(pod);
+        object["metadata"]["uid"] = pod.uid.as_str().into();
+        merge(&mut object, more);
+        self.state().put("pods", key(pod), object);
+    }
+
+    fn change(&self, pod: &Pod, patch: Value) {
+        let mut state = self.state();
+        let mut object = state.objects[&("pods", key(pod))].clone();
+        merge(&mut object, patch);
+        state.put("pods", key(pod), object);
+    }
+
+    fn replace(&self, old: &Pod, new: &mut Pod, more: Value) {
+        self.change(
+            old,
+            json!({ "metadata": { "deletionTimestamp": "2026-01-01T00:00:00Z" } }),
+        );
+        self.delete(old);
+        self.pod(new, more);
+    }
+
+    fn delete(&self, pod: &Pod) {
+        self.state().delete(&key(pod));
+    }
+
+    fn annotation(&self, pod: &Pod, name: &str) -> Option<String> {
+        let state = self.state();
+        let object = state.objects.get(&("pods", key(pod)))?;
+        Some(object["metadata"]["annotations"][name].as_str()?.to_owned())
+    }
+
+    fn patches(&self) -> Vec<Value> {
+        self.state().patches.clone()
+    }
+
+    fn environment(&self) -> Vec<(String, String)> {
+        environment(&self.kubeconfig)
+    }
+}
+
+/// The settings of an agent that asks the server of this kubeconfig.
+pub(crate) fn environment(kubeconfig: &Path) -> Vec<(String, String)> {
+    [
+        ("KUBECONFIG", kubeconfig.display().to_string()),
+        ("KUBERNETES_PODS", "true".to_owned()),
+        ("NODE_NAME", NODE.to_owned()),
+    ]
+    .map(|(name, value)| (name.to_owned(), value))
+    .into()
+}
+
+/// A pod that runs, as it is told of.
+pub(crate) fn object(pod: &Pod) -> Value {
+    let ips: Vec<_> = Family::BOTH
+        .iter()
+        .map(|family| json!({ "ip": pod.ip(*family) }))
+        .collect();
+    json!({
+        "kind": "Pod", "apiVersion": "v1",
+        "metadata": { "name": pod.name, "namespace": pod.namespace, "labels": {}, "annotations": {} },
+        "spec": {
+            "nodeName": NODE, "serviceAccountName": pod.name,
+            "containers": [{ "name": "app", "image": "app" }],
+        },
+        "status": { "phase": "Running", "podIP": pod.ip(Family::V4), "podIPs": ips },
+    })
+}
+
+impl KubeApi {
     /// Gives a namespace these labels, of which no watch tells, as if their connections were dead.
     ///
     /// # Panics
@@ -101,59 +159,6 @@ impl KubeApi {
         let mut state = self.state();
         let object = state.objects.get_mut(&("namespaces", name.to_owned()));
         object.expect("a namespace that was made")["metadata"]["labels"] = labels.clone();
-    }
-
-    /// Tells of a pod that runs, with its addresses; `more` is over it.
-    pub fn pod(&self, pod: &Pod, more: Value) {
-        let ips: Vec<_> = Family::BOTH
-            .iter()
-            .map(|family| json!({ "ip": pod.ip(*family) }))
-            .collect();
-        let mut object = json!({
-            "metadata": {
-                "name": pod.name, "namespace": pod.namespace, "uid": pod.uid, "labels": {}, "annotations": {},
-            },
-            "spec": {
-                "nodeName": NODE, "serviceAccountName": pod.name,
-                "containers": [{ "name": "app", "image": "app" }],
-            },
-            "status": { "phase": "Running", "podIP": pod.ip(Family::V4), "podIPs": ips },
-        });
-        merge(&mut object, more);
-        self.state().put("pods", key(pod), object);
-    }
-
-    /// Changes a pod, as a merge patch does.
-    ///
-    /// # Panics
-    /// When there is no such pod.
-    pub fn change(&self, pod: &Pod, patch: Value) {
-        let mut state = self.state();
-        let mut object = state.objects[&("pods", key(pod))].clone();
-        merge(&mut object, patch);
-        state.put("pods", key(pod), object);
-    }
-
-    /// Deletes a pod.
-    pub fn delete(&self, pod: &Pod) {
-        self.state().delete(&key(pod));
-    }
-
-    /// What the pod's annotation tells.
-    pub fn told(&self, pod: &Pod) -> Option<String> {
-        self.annotation(pod, ANNOTATION)
-    }
-
-    /// What an annotation of the pod says.
-    pub fn annotation(&self, pod: &Pod, name: &str) -> Option<String> {
-        let state = self.state();
-        let object = state.objects.get(&("pods", key(pod)))?;
-        Some(object["metadata"]["annotations"][name].as_str()?.to_owned())
-    }
-
-    /// The patches that came.
-    pub fn patches(&self) -> Vec<Value> {
-        self.state().patches.clone()
     }
 
     /// How often something was listed from the beginning.
@@ -197,17 +202,6 @@ impl KubeApi {
         state.watchers.clear();
     }
 
-    /// The settings of an agent on the node.
-    pub fn environment(&self) -> Vec<(String, String)> {
-        [
-            ("KUBECONFIG", self.kubeconfig.display().to_string()),
-            ("KUBERNETES_PODS", "true".to_owned()),
-            ("NODE_NAME", NODE.to_owned()),
-        ]
-        .map(|(name, value)| (name.to_owned(), value))
-        .into()
-    }
-
     fn state(&self) -> MutexGuard<'_, State> {
         lock(&self.state)
     }
@@ -235,7 +229,7 @@ fn kind_of(plural: &str) -> &'static str {
 }
 
 /// RFC 7386.
-fn merge(into: &mut Value, patch: Value) {
+pub(crate) fn merge(into: &mut Value, patch: Value) {
     let Value::Object(patch) = patch else {
         *into = patch;
         return;

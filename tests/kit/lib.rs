@@ -15,6 +15,8 @@
 //! - [`ca`]: certificates for peers that are not ours; [`envoy`] and [`hbone_client`] are such peers
 //! - [`ads`] and [`istio_ca`]: control planes, by [`grpc`] and the messages of [`proto`]; [`workload_api`]: of SPIFFE, ours and one in Python;
 //!   [`api_server`]: Kubernetes' API for certificates, [`daemonset_api`]: for the agent's own DaemonSet
+//! - [`cluster`]: a node in a cluster, whose API is [`kube_api`]'s or that of the real [`kube_apiserver`]; [`kubelet`]: pods' cgroups; [`chart`]: what
+//!   the agent is deployed by
 //! - [`mesh`]: what most tests begin with, [`control_plane`]: those of control planes; [`suite`]: the harness
 //!
 //! Everything made here is removed when its value is dropped; what a killed process left is removed by the next one.
@@ -25,10 +27,13 @@ pub mod agent;
 pub mod api_server;
 pub mod app;
 pub mod bpf;
+pub mod browser;
 pub mod ca;
 pub mod capture;
 pub mod cgroup;
+pub mod chart;
 pub mod churn;
+pub mod cluster;
 pub mod cni;
 pub mod containerd;
 pub mod control_plane;
@@ -45,6 +50,8 @@ pub mod inner;
 pub mod iptables;
 pub mod istio_ca;
 pub mod kube_api;
+pub mod kube_apiserver;
+pub mod kubelet;
 pub mod mesh;
 pub mod netns;
 pub mod node;

@@ -62,6 +62,18 @@ impl Namespace {
         })
     }
 
+    /// The same one, for whoever is not to end it.
+    ///
+    /// # Panics
+    /// When it cannot be opened.
+    pub fn again(&self) -> Self {
+        Self {
+            name: self.name.clone(),
+            netns: Netns::open(&self.path()).expect("it is there"),
+            made_by_others: true,
+        }
+    }
+
     /// Its name.
     pub fn name(&self) -> &str {
         &self.name

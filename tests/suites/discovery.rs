@@ -107,9 +107,11 @@ fn a_first_state_in_parts_is_taken_as_it_comes() {
     let _who = demo.serve(Family::V4, app::who);
     assert_eq!(ads.answered(ADDRESS), None);
     assert_eq!(demo.readiness().0, 200);
-    assert_eq!(demo.dump()["workloads"], 1);
+    assert_eq!(demo.dump()["counts"]["workloads"], 1);
     ads.release();
-    wait::until("the rest", || (demo.dump()["workloads"] == 2).then_some(()));
+    wait::until("the rest", || {
+        (demo.dump()["counts"]["workloads"] == 2).then_some(())
+    });
     demo.meets(Family::V4);
     let answers = ads
         .requests()
@@ -153,10 +155,10 @@ fn the_file_counts_before_the_control_plane() {
     ads.edit(|edit| edit.workload(by_plane));
     assert_eq!(ads.answered(ADDRESS), None);
     demo.meets(Family::V4);
-    assert_eq!(demo.dump()["workloads"], 3);
+    assert_eq!(demo.dump()["counts"]["workloads"], 3);
     write(&Workloads::default());
     wait::until("the file to be read", || {
-        (demo.dump()["workloads"] == 2).then_some(())
+        (demo.dump()["counts"]["workloads"] == 2).then_some(())
     });
     demo.meets(Family::V4);
     ads.edit(|edit| edit.policy(&deny("demo")));

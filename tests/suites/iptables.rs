@@ -522,6 +522,7 @@ fn lists_of_ports_and_networks_hold(variant: Variant) {
         outbound: any.as_fd(),
         inbound: any.as_fd(),
         hbone: any.as_fd(),
+        inherited: false,
     };
     let network = |rules| PodNetwork {
         uid: pod.uid.parse().unwrap(),

@@ -176,7 +176,7 @@ fn nothing_is_on_a_wire_and_both_records_say_so(family: Family, mut options: Opt
         } else {
             (server, client)
         };
-        assert_eq!(entry["same_node"], "true", "{entry:?}");
+        assert_eq!(entry["security"], "same_node", "{entry:?}");
         assert_eq!(entry["src.identity"], from.identity(), "{entry:?}");
         assert_eq!(entry["dst.identity"], to.identity(), "{entry:?}");
         assert_eq!(entry["dst.workload"], to.name, "{entry:?}");
@@ -217,7 +217,7 @@ fn by_a_service_and_to_itself(family: Family, options: Options) {
             && entry
                 .get("dst.service")
                 .is_some_and(|name| name == "echo.demo.svc.cluster.local")
-            && entry.get("same_node").is_some_and(|is| is == "true")
+            && entry.get("security").is_some_and(|is| is == "same_node")
             && entry["dst.hbone_addr"] == mesh.server.addr(family, PORT).to_string()
     };
     wait::until("both by the service's name", || {
@@ -296,7 +296,7 @@ fn policies_refuse_and_close(family: Family, options: Options) {
             let log = mesh.agent.access_log();
             let told = |entry: &&BTreeMap<String, String>| {
                 entry["direction"] == direction
-                    && entry.get("same_node").is_some_and(|is| is == "true")
+                    && entry.get("security").is_some_and(|is| is == "same_node")
                     && entry.get("error").is_some_and(|error| error.contains(text))
             };
             log.iter().find(told).map(|_| ())
@@ -395,5 +395,5 @@ fn it_is_off_by_default(family: Family, options: Options) {
         let entries = records(&mesh.agent, CANARY.len());
         (entries.len() == 6).then_some(entries)
     });
-    assert!(entries.iter().all(|entry| !entry.contains_key("same_node")));
+    assert!(entries.iter().all(|entry| entry["security"] != "same_node"));
 }

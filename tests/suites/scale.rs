@@ -127,6 +127,7 @@ fn many_pods() {
     idle(&agent);
 
     talk(&agent, &node, &pods);
+    scrape(&node);
 
     let begun = Instant::now();
     let released = timed(&pods, 16, |pod| agent.release(pod));
@@ -165,6 +166,28 @@ fn talk(agent: &Agent, node: &Node, pods: &[Pod]) {
         assert_eq!(seen, client.ip(family).to_string());
         assert_eq!(opened_ports(&capture.stop()), [15008]);
     }
+}
+
+/// What a scrape has of all of them, and what it takes.
+fn scrape(node: &Node) {
+    const TIMES: usize = 20;
+    let metrics = "127.0.0.1:15020".parse().expect("an address");
+    let mut took = Vec::new();
+    for time in 0..TIMES {
+        let begun = Instant::now();
+        let (status, text) = app::http_get(&node.host.ns, metrics, "/metrics").unwrap();
+        took.push(begun.elapsed());
+        assert_eq!(status, 200);
+        let states = text
+            .lines()
+            .filter(|line| line.starts_with("redirector_pod_state{") && line.contains("state=\"captured\""));
+        assert_eq!(states.count(), PODS);
+        if time == 0 {
+            println!("a scrape with {PODS} pods has {} KiB", text.len() / 1024);
+        }
+    }
+    took.sort();
+    println!("scraped {TIMES} times: {}", quantiles(&took));
 }
 
 fn idle(agent: &Agent) {

@@ -179,7 +179,8 @@ fn status_shows_pods_and_counters() {
 /// at other times alone.
 fn every_metric_is_documented() {
     /// What happens to no connection of this test.
-    const ELSEWHEN: [&str; 3] = [
+    const ELSEWHEN: [&str; 4] = [
+        "istio_crl_policy_rejections",
         "redirector_connections_refused",
         "redirector_handshake_failures",
         "redirector_detach_seconds",

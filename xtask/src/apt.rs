@@ -49,6 +49,9 @@ pub(crate) const TESTS: &[Program] = &[
         "golang-github-containers-common",
     ),
     ("buildah", "buildah"),
+    // A browser for the dashboard, and what drives it.
+    ("chromium", "chromium"),
+    ("chromedriver", "chromium-driver"),
     // Of the benchmarks, which are tried with small amounts.
     ("iperf3", "iperf3"),
     ("wrk", "wrk"),
@@ -64,6 +67,19 @@ pub(crate) const KERNELS: &[Program] = &[
     ("ip", "iproute2"),
     ("tc", "iproute2"),
     ("nsenter", "util-linux"),
+    (
+        "/usr/share/keyrings/debian-archive-keyring.gpg",
+        "debian-archive-keyring",
+    ),
+];
+
+/// What the API server of Kubernetes is built and run with, beside a compiler of its own.
+pub(crate) const API_SERVER: &[Program] = &[
+    ("etcd", "etcd-server"),
+    ("make", "make"),
+    ("rsync", "rsync"),
+    ("jq", "jq"),
+    ("dpkg-source", "dpkg-dev"),
     (
         "/usr/share/keyrings/debian-archive-keyring.gpg",
         "debian-archive-keyring",

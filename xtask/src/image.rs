@@ -17,7 +17,7 @@ use crate::{
     apt,
     build::{self, Profile},
     process::{self, Step},
-    test,
+    sbom, test,
     toolchain::Way,
 };
 
@@ -57,6 +57,8 @@ pub(crate) fn run(way: Option<Way>) -> Result<()> {
     }
     let target = format!("docker-archive:{}:{name}", archive.display());
     process::run(buildah.command("push").args(["--quiet", &name, &target]))?;
+    let sbom = archive.with_extension("cdx.json");
+    sbom::write(&sbom)?;
     step.done();
     try_out(&buildah, &name, &object)?;
     let megabytes = |path: &Path| -> Result<f64> { Ok(fs::metadata(path)?.len() as f64 / 1e6) };
@@ -65,6 +67,7 @@ pub(crate) fn run(way: Option<Way>) -> Result<()> {
         println!("{program}: {:.1} MB", megabytes(&path)?);
     }
     println!("{}: {:.1} MB", archive.display(), megabytes(&archive)?);
+    println!("{}: what is in it", sbom.display());
     Ok(())
 }
 

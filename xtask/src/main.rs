@@ -1,18 +1,21 @@
 //! Every command of the project. Each finds or installs what it needs, says so, and streams what it runs.
 
+mod apiserver;
 mod apt;
+mod archive;
 mod build;
 mod ci;
 mod fuzz;
 mod image;
 mod kernel;
 mod process;
+mod sbom;
 mod test;
 mod toolchain;
 
 use std::{path::PathBuf, process::ExitCode};
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use clap::{Parser, Subcommand, ValueEnum};
 
 use crate::{build::Profile, kernel::Extent, process::Step, test::Total, toolchain::Way};
@@ -49,6 +52,9 @@ enum Command {
         /// On that kernel only what CI has the time for
         #[arg(long, requires = "kernel")]
         quick: bool,
+        /// Against Kubernetes' API server instead, which is built from Debian's source first (once, ten minutes or more): what asks it
+        #[arg(long, conflicts_with_all = ["unprivileged", "kernel"])]
+        apiserver: bool,
         /// Only tests whose name contains this
         filter: Option<String>,
     },
@@ -84,12 +90,16 @@ enum Command {
         #[arg(long, value_name = "DIR")]
         files: Option<PathBuf>,
     },
+    /// What the shipped programs are made of, in CycloneDX's format, into target/sbom.cdx.json
+    Sbom,
     /// All sorts of traffic at once, for a while, with checks for what is lost or left (root)
     Soak {
         /// For how long
         #[arg(long, default_value_t = 10)]
         minutes: u32,
     },
+    /// Make the documentation that is made of the code: docs/configuration.md
+    Docs,
     /// What CI runs: format, lints, docs, licences, every test
     Ci,
 }
@@ -140,6 +150,15 @@ fn run(cli: &Cli) -> Result<()> {
             total.finish()
         }
         Command::Test {
+            apiserver: true,
+            filter,
+            ..
+        } => {
+            let mut total = Total::default();
+            apiserver::run(way, filter.as_deref(), &mut total)?;
+            total.finish()
+        }
+        Command::Test {
             unprivileged,
             filter,
             kernel: None,
@@ -158,7 +177,14 @@ fn run(cli: &Cli) -> Result<()> {
             need_root("image")?;
             image::run(way)
         }
+        Command::Sbom => {
+            let path = process::root().join("target/sbom.cdx.json");
+            sbom::write(&path)?;
+            println!("{}", path.display());
+            Ok(())
+        }
         Command::Soak { minutes } => soak(way, *minutes),
+        Command::Docs => docs(),
         Command::Ci => ci::run(way),
     }
 }
@@ -213,6 +239,18 @@ fn soak(way: Option<Way>, minutes: u32) -> Result<()> {
     let step = Step::start(format!("soak, {minutes} min"));
     process::run(&mut command)?;
     step.done();
+    Ok(())
+}
+
+fn docs() -> Result<()> {
+    let program = ["--quiet", "--locked", "-p", "redirector", "--bin", "redirector"];
+    process::run(process::cargo().arg("build").args(program))?;
+    let mut reference = process::cargo();
+    reference.arg("run").args(program).args(["--", "reference"]);
+    let text = process::output(&mut reference).context("the program does not tell its settings")?;
+    let path = process::root().join("docs/configuration.md");
+    std::fs::write(&path, text).with_context(|| format!("writing {}", path.display()))?;
+    println!("{}", path.display());
     Ok(())
 }
 

@@ -1,12 +1,16 @@
 //! The tests: first what plain cargo can run, then the suites that need root, each started by us so that Ctrl-C reaches it.
 
-use std::{fs, path::PathBuf, process::Command};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
 
 use anyhow::{Context, Result, bail};
 
 use crate::{
     apt,
-    build::{self, Profile},
+    build::{self, Built, Profile},
     process::{self, Step},
     toolchain::Way,
 };
@@ -142,17 +146,23 @@ pub(crate) fn privileged(way: Option<Way>, total: &mut Total, filter: Option<&st
     let bins = build::binaries(&object, Profile::Release)?;
     let suites = build::suites(&object, Profile::Release, &[])?;
     for (name, path) in suites.iter() {
-        let mut command = process::command(path);
-        command
-            .env("REDIRECTOR_BIN", bins.find("redirector")?)
-            .env("REDIRECTOR_DEMO", bins.find("redirector-demo")?)
-            .env("REDIRECTOR_EBPF_OBJECT", &object)
-            .env("REDIRECTOR_REQUIRE_ROOT", "1")
-            .env("REDIRECTOR_PYTHON", &python)
-            .current_dir(process::root().join("tests"));
+        let mut command = suite(path, &object, &bins, &python)?;
         total.add(&format!("suite {name}"), command.args(filter))?;
     }
     Ok(())
+}
+
+/// A suite that was built, where nothing may be skipped.
+pub(crate) fn suite(path: &Path, object: &Path, bins: &Built, python: &Path) -> Result<Command> {
+    let mut command = process::command(path);
+    command
+        .env("REDIRECTOR_BIN", bins.find("redirector")?)
+        .env("REDIRECTOR_DEMO", bins.find("redirector-demo")?)
+        .env("REDIRECTOR_EBPF_OBJECT", object)
+        .env("REDIRECTOR_REQUIRE_ROOT", "1")
+        .env("REDIRECTOR_PYTHON", python)
+        .current_dir(process::root().join("tests"));
+    Ok(command)
 }
 
 /// A Python with the peers in it.

@@ -1,12 +1,12 @@
 //! `GET /connections` and `GET /flows`: what is open in the pods of this node, and what has ended there.
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
 use bytes::Bytes;
 use http::{Method, Request, StatusCode};
 use tokio::time::timeout;
 
-use super::{Admin, Endpoint, json_answer};
+use super::{Admin, blocking, json_answer};
 use crate::serve::{Answer, method_not_allowed, text};
 
 /// Connections in one answer, where nothing else is asked for.
@@ -18,26 +18,28 @@ const MOST: usize = 10_000;
 /// For so long an answer may wait for something to tell; well below what a connection to this port may take.
 const LONGEST_WAIT: Duration = Duration::from_secs(20);
 
-/// The answer to a request for one of the two paths; `None` for all others.
-pub(super) async fn answer(admin: &Admin, endpoint: Endpoint, request: &Request<Bytes>) -> Option<Answer> {
-    let path = request.uri().path();
-    if endpoint != Endpoint::Admin || !matches!(path, "/connections" | "/flows") {
-        return None;
-    }
+/// The answer to a request for one of the two paths.
+pub(super) async fn answer(admin: &Admin, request: &Request<Bytes>) -> Answer {
     if request.method() != Method::GET {
-        return Some(method_not_allowed(&Method::GET));
+        return method_not_allowed(&Method::GET);
     }
     let query = request.uri().query().unwrap_or_default();
-    Some(match path {
+    match request.uri().path() {
         "/connections" => match Connections::parse(query) {
-            Ok(asked) => json_answer(&admin.flows.connections(asked.pod.as_deref(), asked.limit)),
+            Ok(asked) => open(admin, asked).await,
             Err(error) => bad(&error),
         },
         _ => match Ended::parse(query) {
             Ok(asked) => ended(admin, asked).await,
             Err(error) => bad(&error),
         },
-    })
+    }
+}
+
+/// To put thousands into words takes a while, for which others must not wait.
+async fn open(admin: &Admin, asked: Connections) -> Answer {
+    let flows = Arc::clone(&admin.flows);
+    blocking(move || json_answer(&flows.connections(asked.pod.as_deref(), asked.limit))).await
 }
 
 async fn ended(admin: &Admin, asked: Ended) -> Answer {
@@ -52,7 +54,8 @@ async fn ended(admin: &Admin, asked: Ended) -> Answer {
         // Nothing new, and the agent's end, are answers too.
         let _ = timeout(asked.wait, admin.stopping.run_until_cancelled(news)).await;
     }
-    json_answer(&admin.flows.ended(asked.after, asked.limit))
+    let flows = Arc::clone(&admin.flows);
+    blocking(move || json_answer(&flows.ended(asked.after, asked.limit))).await
 }
 
 fn bad(error: &Error) -> Answer {

@@ -1,33 +1,38 @@
 //! What operators and probes ask of a running agent: admin (loopback), metrics, readiness.
 //!
-//! `app` builds an [`Admin`] and serves it; `client` is the other side, for `redirector status`.
+//! `app` builds an [`Admin`] and serves it; `client` is the other side, for the commands of `cli`.
 
-use std::{fmt::Write as _, net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
+use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use bytes::Bytes;
-use http::{HeaderValue, Method, Request, StatusCode, header};
+use http::{HeaderMap, HeaderValue, Method, Request, StatusCode, header};
 use prometheus_client::registry::Registry;
 use serde::Serialize;
-use serde_json::{Value, json};
+use serde_json::Value;
 use tokio::{net::TcpListener, sync::watch};
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    identity::store::Store,
+    identity::{crl_file::RevocationsView, states::IdentityState, store::Store},
     mesh::index::Mesh,
     pods::{
         kubernetes::{Missed, directory::Directory},
-        status::{State, Status},
+        status::Status,
     },
     proxy::flows::Flows,
     redirect::probers::View,
     serve::{Answer, Limits, Listener, method_not_allowed, serve, text},
-    telemetry::{Chain, logs, metrics},
+    telemetry::logs,
 };
 
+pub(crate) mod certificates;
 pub mod client;
+mod dashboard;
+mod dump;
 mod flows;
+mod logging;
 mod origin;
+mod scrape;
 
 const LIMITS: Limits = Limits {
     connections: 32,
@@ -35,6 +40,7 @@ const LIMITS: Limits = Limits {
     header_deadline: Duration::from_secs(5),
     body_deadline: Duration::from_secs(5),
     connection_deadline: Duration::from_secs(30),
+    stop_deadline: Duration::from_secs(2),
 };
 
 /// What the endpoints show and control.
@@ -58,13 +64,15 @@ pub struct Admin {
     /// The identities in use.
     pub identities: Arc<Store>,
     /// The metrics.
-    pub registry: Registry,
+    pub registry: Arc<Registry>,
     /// The log level.
     pub logs: logs::Control,
     /// Name of the backend.
     pub backend: &'static str,
     /// The settings, without secrets.
     pub config: Value,
+    /// Whose turn it is to have a config dump.
+    pub dumps: dump::Turn,
     /// Cancelled to stop the agent.
     pub quit: CancellationToken,
     /// The agent is stopping, so it is not ready.
@@ -94,6 +102,22 @@ pub struct PodsView {
     pub status: Status,
 }
 
+/// The answer to `GET /certificates`.
+#[derive(Debug, Serialize)]
+struct CertificatesView {
+    certificates: Vec<IdentityState>,
+    revocations: Option<RevocationsView>,
+}
+
+impl CertificatesView {
+    fn of(identities: &Store) -> Self {
+        Self {
+            certificates: identities.states(),
+            revocations: identities.revocations(),
+        }
+    }
+}
+
 /// Which of the three endpoints.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Endpoint {
@@ -121,26 +145,58 @@ impl Admin {
         {
             return text(StatusCode::FORBIDDEN, format!("{foreign}\n"));
         }
-        match flows::answer(self, endpoint, request).await {
-            Some(answer) => answer,
-            None => self.handle(endpoint, request),
+        match (endpoint, request.uri().path()) {
+            (Endpoint::Admin, "/connections" | "/flows") => flows::answer(self, request).await,
+            (Endpoint::Admin, "/config_dump") if request.method() == Method::GET => dump::answer(self).await,
+            (Endpoint::Admin, "/certificates") if request.method() == Method::GET => {
+                self.certificates().await
+            }
+            (Endpoint::Admin, "/config_dump" | "/certificates") => method_not_allowed(&Method::GET),
+            (Endpoint::Admin | Endpoint::Metrics, "/metrics" | "/stats/prometheus") => {
+                match *request.method() {
+                    Method::GET => self.metrics(request.headers().clone()).await,
+                    _ => method_not_allowed(&Method::GET),
+                }
+            }
+            _ => self.handle(endpoint, request),
         }
+    }
+
+    /// To read many certificates takes a while.
+    async fn certificates(&self) -> Answer {
+        let identities = Arc::clone(&self.identities);
+        blocking(move || json_answer(&CertificatesView::of(&identities))).await
+    }
+
+    /// Thousands of series are megabytes of text.
+    async fn metrics(&self, headers: HeaderMap) -> Answer {
+        let registry = Arc::clone(&self.registry);
+        blocking(move || scrape::answer(&registry, &headers)).await
     }
 
     fn handle(&self, endpoint: Endpoint, request: &Request<Bytes>) -> Answer {
         let (allowed, answer): (Method, &dyn Fn() -> Answer) = match (endpoint, request.uri().path()) {
-            (Endpoint::Admin | Endpoint::Metrics, "/metrics" | "/stats/prometheus") => {
-                (Method::GET, &|| self.metrics())
-            }
             (Endpoint::Admin | Endpoint::Readiness, "/healthz/ready") => (Method::GET, &|| self.readiness()),
             // Being able to answer is all it says: what the agent waits for is no reason to start it anew.
             (Endpoint::Admin | Endpoint::Readiness, "/healthz/live") => {
                 (Method::GET, &|| text(StatusCode::OK, "alive\n"))
             }
-            (Endpoint::Admin, "/") => (Method::GET, &|| text(StatusCode::OK, INDEX)),
+            (Endpoint::Admin, "/") => (Method::GET, &|| match dashboard::is_for(request.headers()) {
+                true => dashboard::page(),
+                false => text(StatusCode::OK, INDEX),
+            }),
+            (Endpoint::Admin, "/debug/pprof/profile") => {
+                (Method::GET, &|| text(StatusCode::NOT_IMPLEMENTED, NO_PROFILE))
+            }
+            (Endpoint::Admin, "/debug/pprof/heap") => {
+                (Method::GET, &|| text(StatusCode::NOT_IMPLEMENTED, NO_HEAP))
+            }
+            (Endpoint::Admin, "/dashboard.css") => (Method::GET, &dashboard::style),
+            (Endpoint::Admin, "/dashboard.js") => (Method::GET, &dashboard::script),
             (Endpoint::Admin, "/pods") => (Method::GET, &|| json_answer(&self.pods_view())),
-            (Endpoint::Admin, "/config_dump") => (Method::GET, &|| json_answer(&self.dump())),
-            (Endpoint::Admin, "/logging") => (Method::POST, &|| self.logging(request.uri().query())),
+            (Endpoint::Admin, "/logging") => (Method::POST, &|| {
+                logging::answer(&self.logs, request.uri().query().unwrap_or_default())
+            }),
             (Endpoint::Admin, "/quitquitquit") => (Method::POST, &|| {
                 self.quit.cancel();
                 text(StatusCode::OK, "shutdown now\n")
@@ -152,15 +208,6 @@ impl Admin {
         } else {
             method_not_allowed(&allowed)
         }
-    }
-
-    fn metrics(&self) -> Answer {
-        let mut answer = text(StatusCode::OK, metrics::text(&self.registry));
-        answer.headers_mut().insert(
-            header::CONTENT_TYPE,
-            HeaderValue::from_static(metrics::CONTENT_TYPE),
-        );
-        answer
     }
 
     /// What the agent still waits for. Pods whose capture failed are not among it: one of them must not make the node unready
@@ -213,57 +260,39 @@ impl Admin {
             status,
         }
     }
-
-    fn dump(&self) -> Value {
-        let (workloads, services) = self.mesh.borrow().len();
-        json!({
-            "version": { "version": env!("CARGO_PKG_VERSION") },
-            "workloads": workloads,
-            "services": services,
-            "pods": self.pods_view(),
-            "certificates": self.identities.states(),
-            "revocations": self.identities.revocations(),
-            "config": self.config,
-        })
-    }
-
-    /// `?level=` sets the level, as does `?MODULE=LEVEL,...`; with neither the present one is told.
-    fn logging(&self, query: Option<&str>) -> Answer {
-        let wanted = match query.unwrap_or_default() {
-            "" => None,
-            "reset" => Some(logs::Filter::default().to_string()),
-            query => Some(
-                query
-                    .strip_prefix("level=")
-                    .unwrap_or(query)
-                    .replace("%3D", "=")
-                    .replace("%2C", ","),
-            ),
-        };
-        if let Some(wanted) = wanted {
-            match wanted.parse() {
-                Ok(filter) => self.logs.set_filter(&filter),
-                Err(error) => return text(StatusCode::BAD_REQUEST, format!("{}\n", Chain(&error))),
-            }
-        }
-        text(
-            StatusCode::OK,
-            format!("current log level is {}\n", self.logs.filter()),
-        )
-    }
 }
 
 const INDEX: &str = "\
+GET  /                the dashboard, for browsers
 GET  /pods            pods and their capture state
 GET  /connections     what is open; ?pod=NAMESPACE/NAME, ?limit=N
 GET  /flows           what has ended; ?after=NEXT&wait=SECONDS waits for more
-GET  /config_dump     mesh, pods and settings
+GET  /certificates    identities, their certificates, and revocation lists
+GET  /config_dump     everything, as istioctl ztunnel-config reads it
 GET  /metrics         counters
 GET  /healthz/ready   readiness
 GET  /healthz/live    whether it answers
-POST /logging         log level; ?level=LEVEL sets it
+POST /logging         log level; ?level=LEVEL or ?level=MODULE=LEVEL,... changes it, ?reset undoes that
 POST /quitquitquit    stop the agent
 ";
+
+/// A profiler within would interrupt, by signals, the threads that carry everybody's connections.
+const NO_PROFILE: &str = "\
+there is no profiler in the agent; on the node, as root, this sees it with the kernel's share:
+  perf record -F 99 -g -p $(pgrep -x redirector) -- sleep 10
+";
+
+const NO_HEAP: &str = "\
+the allocator keeps no profile; on the node, as root, these tell how much memory is in use, and who asks for it:
+  grep -E 'Rss|Swap' /proc/$(pgrep -x redirector)/smaps_rollup
+  perf trace -e brk,mmap,munmap -p $(pgrep -x redirector)
+";
+
+/// An answer that takes a while to make: not on a thread that carries connections.
+async fn blocking(make: impl FnOnce() -> Answer + Send + 'static) -> Answer {
+    let made = tokio::task::spawn_blocking(make).await;
+    made.unwrap_or_else(|error| text(StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")))
+}
 
 fn json_answer(value: &impl Serialize) -> Answer {
     match serde_json::to_string_pretty(value) {
@@ -277,70 +306,6 @@ fn json_answer(value: &impl Serialize) -> Answer {
         }
         Err(error) => text(StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")),
     }
-}
-
-/// The state of an agent as `redirector status` prints it.
-pub fn render(address: SocketAddr, view: &PodsView, metrics: &str) -> String {
-    let mut out = String::new();
-    // Writing to a String does not fail.
-    let ready = if view.ready {
-        "ready".to_owned()
-    } else {
-        format!("not ready: {}", view.pending.join(", "))
-    };
-    let _ = writeln!(
-        out,
-        "agent at {address}: {ready}; backend {}; pods {}",
-        view.backend,
-        view.status.pods.len()
-    );
-    if let Some(file) = &view.cni_plugin {
-        let _ = writeln!(out, "CNI plugin installed in {}", file.display());
-    }
-    if let Some(probes) = &view.probes {
-        let _ = writeln!(
-            out,
-            "connections from this node that reach the pods directly: {probes}"
-        );
-    }
-    for pod in &view.status.pods {
-        let state = match pod.state {
-            State::Starting => "starting",
-            State::Captured if pod.impaired => "IMPAIRED",
-            State::Captured => "captured",
-            State::NotCaptured => "NOT CAPTURED",
-            State::Stopping => "stopping",
-        };
-        let addresses: Vec<_> = pod.addresses.iter().map(ToString::to_string).collect();
-        let (namespace, name) = (&pod.namespace, &pod.name);
-        let _ = write!(
-            out,
-            "  {namespace}/{name}  {state}  {}  sa {}",
-            addresses.join(","),
-            pod.service_account
-        );
-        let _ = write!(out, "  uid {}  net:[{}]", pod.uid, pod.netns);
-        let _ = write!(out, "{}", if pod.strict { "  strict" } else { "" });
-        let _ = match &pod.error {
-            Some(error) => writeln!(out, "  {error}"),
-            None => writeln!(out),
-        };
-    }
-    for pod in &view.missed {
-        let Missed {
-            uid,
-            namespace,
-            name,
-            error,
-        } = pod;
-        let _ = writeln!(out, "  {namespace}/{name}  NOT CAPTURED  uid {uid}  {error}");
-    }
-    let _ = writeln!(out, "counters that are not zero:");
-    let told = |line: &&str| !line.starts_with('#') && !line.is_empty() && !line.ends_with(" 0");
-    for line in metrics.lines().filter(told) {
-        let _ = writeln!(out, "  {line}");
-    }
-    out
 }
 
 #[cfg(test)]

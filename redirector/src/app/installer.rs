@@ -33,10 +33,12 @@ pub(super) struct Installer {
 }
 
 impl Installer {
-    /// Begins as the settings say. Also returns how the installation stands, if there is to be one.
+    /// Begins as the settings say, when the pods are back and this agent's (`open`). Also returns how the installation stands, if there
+    /// is to be one.
     pub(super) fn begin(
         config: &Config,
         mut pods: watch::Receiver<Status>,
+        open: CancellationToken,
     ) -> (Self, Option<watch::Receiver<State>>) {
         let (mut tasks, stop) = (JoinSet::new(), CancellationToken::new());
         let owner = config
@@ -52,7 +54,10 @@ impl Installer {
             let (keeper, view) = Keeper::new(installation);
             let stop = stop.clone();
             tasks.spawn(async move {
-                let synced = async { pods.wait_for(|status| status.synced).await.is_ok() };
+                let synced = async {
+                    open.cancelled().await;
+                    pods.wait_for(|status| status.synced).await.is_ok()
+                };
                 tokio::select! {
                     synced = synced => if !synced { return },
                     () = stop.cancelled() => return,

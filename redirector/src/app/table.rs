@@ -1,6 +1,6 @@
 //! The pod table with whatever proxies: this agent's, or other processes'.
 
-use std::{pin::Pin, sync::Arc};
+use std::{io, pin::Pin, sync::Arc};
 
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
@@ -8,8 +8,9 @@ use tokio_util::sync::CancellationToken;
 use crate::{
     pods::{
         PodEvent,
-        launch::Launch,
+        launch::{Launch, Served},
         lifecycle::{self, Lifecycle},
+        pause::Pauses,
         records::Records,
         status,
     },
@@ -23,6 +24,7 @@ pub(super) struct Table {
     pub(super) settings: lifecycle::Config,
     pub(super) metrics: status::Metrics,
     pub(super) events: mpsc::Receiver<PodEvent>,
+    pub(super) pauses: Pauses<io::Result<Vec<Served>>>,
     pub(super) stop: CancellationToken,
 }
 
@@ -41,9 +43,10 @@ impl Table {
             settings,
             metrics,
             events,
+            pauses,
             stop,
         } = self;
         let (lifecycle, pods) = Lifecycle::new(launch, redirector, records, settings, metrics);
-        (Box::pin(lifecycle.run(events, stop)), pods)
+        (Box::pin(lifecycle.run(events, pauses, stop)), pods)
     }
 }

@@ -3,12 +3,13 @@
 
 use std::sync::Arc;
 
-use tokio::{sync::watch, task::spawn_blocking, time::timeout};
+use tokio::{sync::watch, task::spawn_blocking, time::sleep};
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info, warn};
 
 use super::CHECK_INTERVAL;
 use crate::{
+    pods::pause::Pauses,
     redirect::{Error, Redirector, probers::View},
     telemetry::Chain,
 };
@@ -42,8 +43,13 @@ impl Upkeep {
     }
 
     /// Goes on until it is told to stop. A kubelet that is restarted may have another cgroup.
-    pub(super) async fn run(mut self, stop: CancellationToken) {
-        while timeout(CHECK_INTERVAL, stop.cancelled()).await.is_err() {
+    pub(super) async fn run(mut self, mut pauses: Pauses<()>, stop: CancellationToken) {
+        loop {
+            tokio::select! {
+                () = stop.cancelled() => return,
+                () = sleep(CHECK_INTERVAL) => {}
+                pause = pauses.next() => if !pause.rest((), &stop).await { return },
+            }
             self.once().await;
         }
     }

@@ -110,6 +110,21 @@ pub struct Installed {
     pub warning: Option<String>,
 }
 
+/// The plugin on this node, as it is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Look {
+    /// The file that has our entry, or is to have it.
+    pub file: PathBuf,
+    /// The program that the runtime calls.
+    pub binary: PathBuf,
+    /// The file has the entry, where it must be.
+    pub has_entry: bool,
+    /// The program is there.
+    pub has_binary: bool,
+    /// What whoever chose the settings should know.
+    pub warning: Option<String>,
+}
+
 /// The plugin's place on this node.
 #[derive(Debug)]
 pub struct Installation {
@@ -187,6 +202,21 @@ impl Installation {
             changed,
             warning: plan.warning.clone(),
         }
+    }
+
+    /// Whether the plugin is in its place. Changes nothing.
+    ///
+    /// # Errors
+    /// Those of looking, and what would keep it from being installed.
+    pub fn is_installed(&mut self) -> Result<Look, Error> {
+        let Missing { binary, plan, .. } = self.look()?;
+        Ok(Look {
+            file: self.config.conf_dir.join(&plan.file),
+            binary: self.config.binary(),
+            has_entry: plan.steps.is_empty(),
+            has_binary: !binary,
+            warning: plan.warning,
+        })
     }
 
     /// What is missing. Changes nothing.

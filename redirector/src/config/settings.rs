@@ -8,9 +8,10 @@ use serde::de::{Deserializer, Error as _, Visitor};
 use super::{
     Error,
     planes::Environment,
-    values::{Names, Redirect, Span, Workers},
+    values::{Names, Redirect, Span, Takeover, Workers},
 };
 use crate::{
+    proxy::access_log::Share,
     redirect::{iptables, probers::Sources},
     telemetry::{
         Chain,
@@ -226,12 +227,19 @@ settings! {
         drain: Span, [];
     "Release all pods when the agent stops; else their capture stays and they fail closed [default: false]"
         release_on_exit: bool, [], switch "true";
+    "Take over from the agent that runs with this state directory, so that no connection is lost: auto (if there is one) or never; \
+     either hands over to one that asks [default: never]"
+        takeover: Takeover, ["TAKEOVER"], switch "auto";
     "Worker threads: a number, or a percentage of the CPUs"
         worker_threads: Workers, ["ZTUNNEL_WORKER_THREADS"];
     "Log level, or a list of module=level [default: info]"
         log_level: Filter, ["RUST_LOG"];
     "Form of the log: plain or json [default: plain]"
         log_format: Format, ["LOG_FORMAT"];
+    "Share of the connections that end well which have a line in the access log, from 0 to 1; those that fail all have [default: 1]"
+        access_log_sample: Share, [];
+    "Lines of the access log in a second; more are left out and counted; 0: no bound [default: 5000]"
+        access_log_rate: u32, [];
     "Address of the admin endpoint [default: 127.0.0.1:15000]"
         admin_addr: SocketAddr, [];
     "Address of /metrics [default: [::]:15020]"
@@ -244,6 +252,8 @@ settings! {
         probe_sources: Sources, [];
     "Attach with clsact filters even where the kernel has TCX links"
         force_clsact: bool, [], switch "true";
+    "Cut the kernel's waiting short while TCX links are attached and removed, by its switch /sys/kernel/rcu_expedited [default: true]"
+        rcu_expedited: bool, [], switch "true";
     "Tell the proxy's dials to applications by source port even where the kernel tells their device"
         force_source_port: bool, [], switch "true";
 }

@@ -16,6 +16,16 @@ pub enum Redirect {
     None,
 }
 
+impl fmt::Display for Redirect {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Ebpf => "ebpf",
+            Self::Iptables => "iptables",
+            Self::None => "none",
+        })
+    }
+}
+
 /// Why a text is not a [`Redirect`].
 #[derive(Debug, thiserror::Error)]
 #[error("{0:?} is not a way of redirection: there are ebpf, iptables and none")]
@@ -30,6 +40,34 @@ impl FromStr for Redirect {
             "iptables" => Ok(Self::Iptables),
             "none" => Ok(Self::None),
             _ => Err(InvalidRedirect(text.to_owned())),
+        }
+    }
+}
+
+/// Whether an agent asks one that runs to let it take over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Takeover {
+    /// If there is one.
+    Auto,
+    /// No: it ends when there is one.
+    #[default]
+    Never,
+}
+
+/// Why a text is not a [`Takeover`].
+#[derive(Debug, thiserror::Error)]
+#[error("{0:?} does not say whether to take over: there are auto and never")]
+pub struct InvalidTakeover(String);
+
+impl FromStr for Takeover {
+    type Err = InvalidTakeover;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            "never" => Ok(Self::Never),
+            _ => Err(InvalidTakeover(text.to_owned())),
         }
     }
 }

@@ -92,6 +92,23 @@ impl Channel {
 }
 
 impl Config {
+    /// Whether a connection can be made, with TLS where it is to have it; it is closed again.
+    ///
+    /// # Errors
+    /// Why not.
+    pub async fn reach(&self) -> Result<(), Error> {
+        let connected = match &self.address {
+            Address::Tls(uri) => {
+                let config = tls::client_config(self, &self.roots.load().await?)?;
+                let name = server_name(uri)?;
+                in_time(http2_stream(uri.clone(), config, name)).await.map(drop)
+            }
+            Address::Plain(uri) => in_time(tcp_stream(uri.clone())).await.map(drop),
+            Address::Unix(path) => in_time(UnixStream::connect(path)).await.map(drop),
+        };
+        connected.map_err(Error::Connect)
+    }
+
     fn connect(&self, roots: &[CertificateDer<'static>]) -> Result<transport::Channel, Error> {
         let endpoint = |uri: &Uri| {
             transport::Endpoint::from(uri.clone())
@@ -106,7 +123,7 @@ impl Config {
             Address::Tls(uri) => {
                 let config = tls::client_config(self, roots)?;
                 let (host, _) = host_and_port(uri);
-                let name = ServerName::try_from(host.to_owned()).map_err(|_| Error::Name(host.to_owned()))?;
+                let name = server_name(uri)?;
                 // Told as http to the library, which else wants to do TLS itself where another crate has switched its TLS on.
                 let plain = Uri::builder().scheme("http").path_and_query("/");
                 let authority = uri.authority().cloned();
@@ -131,6 +148,11 @@ impl Config {
             }
         })
     }
+}
+
+fn server_name(uri: &Uri) -> Result<ServerName<'static>, Error> {
+    let (host, _) = host_and_port(uri);
+    ServerName::try_from(host.to_owned()).map_err(|_| Error::Name(host.to_owned()))
 }
 
 /// A connection as the HTTP library wants it, or a failure when the deadline has passed.

@@ -63,6 +63,9 @@ pub enum Error {
         /// What is wrong with it.
         problem: String,
     },
+    /// No connection can be made.
+    #[error("no connection")]
+    Connect(#[source] io::Error),
     /// TLS refuses its configuration.
     #[error("TLS to the control plane cannot be set up")]
     Tls(#[source] rustls::Error),

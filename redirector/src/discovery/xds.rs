@@ -145,6 +145,7 @@ impl Client {
             if is_ordinary {
                 tracing::info!(%address, reason = %Chain(error), lasted = ?begun.elapsed(), retry = ?pause, "xDS stream ended");
             } else {
+                self.metrics.failed();
                 tracing::warn!(%address, error = %Chain(error), retry = ?pause, "xDS connection failed; the mesh stays as it is");
             }
             sleep(pause).await;
@@ -178,6 +179,7 @@ impl Client {
             Err(_) => return End::Silent,
         };
         tracing::info!(address = %self.channel.address(), "connected to the control plane");
+        let _connected = self.metrics.connected();
         let first_answer = Instant::now() + FIRST_ANSWER;
         let _here = self.demand.as_ref().map(Here);
         if let Some(demand) = &self.demand {

@@ -1,4 +1,4 @@
-//! The certificates of this node's pods as metrics: read from the store whenever somebody asks. Series go with their identities.
+//! The certificates of this node's pods, and the revocation lists, as metrics: read from the store whenever somebody asks. Series go with their identities.
 
 use std::{fmt, sync::Arc};
 
@@ -26,6 +26,7 @@ impl fmt::Debug for Certificates {
 
 impl Collector for Certificates {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        self.revocations(&mut encoder)?;
         let all = self.0.seconds_left();
         if all.is_empty() {
             return Ok(());
@@ -52,5 +53,42 @@ impl Collector for Certificates {
             "Time to the end of an identity's certificate; below 0 it is over, and there is none if it never had one",
             left.collect(),
         )
+    }
+}
+
+impl Certificates {
+    /// Of the file of revocation lists, if there is to be one.
+    fn revocations(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let Some(view) = self.0.revocations() else {
+            return Ok(());
+        };
+        let overdue = view.lists.iter().filter(|list| list.is_overdue).count();
+        let revoked: usize = view.lists.iter().map(|list| list.revoked).sum();
+        for (name, help, value) in [
+            (
+                "redirector_revocation_lists",
+                "Revocation lists that are in force",
+                view.lists.len(),
+            ),
+            (
+                "redirector_revocation_lists_overdue",
+                "Those whose successor should be here: they count all the same",
+                overdue,
+            ),
+            (
+                "redirector_revoked_certificates",
+                "Certificates on the lists that are in force",
+                revoked,
+            ),
+            (
+                "redirector_revocation_problem",
+                "1 while the newest content of the file of revocation lists is not in force",
+                usize::from(view.problem.is_some()),
+            ),
+        ] {
+            let gauge = ConstGauge::new(i64::try_from(value).unwrap_or(i64::MAX));
+            gauge.encode(encoder.encode_descriptor(name, help, None, MetricType::Gauge)?)?;
+        }
+        Ok(())
     }
 }

@@ -88,7 +88,7 @@ pub struct SvidPem {
 }
 
 /// RFC 7468: base64 in lines of 64.
-fn pem(label: &str, der: &[u8]) -> String {
+pub(crate) fn pem(label: &str, der: &[u8]) -> String {
     let text = base64::engine::general_purpose::STANDARD.encode(der);
     let mut lines = format!("-----BEGIN {label}-----\n");
     let mut rest = text.as_str();

@@ -329,7 +329,7 @@ impl Keeper {
             return Err(Refused::OtherIdentity(svid.id.clone()));
         }
         if (self.clock)() >= svid.not_after {
-            return Err(Refused::Expired);
+            return Err(Refused::Expired(svid.not_after.into()));
         }
         let credentials = Credentials::under(svid, &self.rules)?;
         let server = Arc::new(credentials.server_config()?);
@@ -385,8 +385,8 @@ impl Keeper {
 enum Refused {
     #[error("the source answered with a certificate for {0}")]
     OtherIdentity(SpiffeId),
-    #[error("the source answered with a certificate that has expired")]
-    Expired,
+    #[error("the source answered with a certificate that has expired at {0}")]
+    Expired(time::OffsetDateTime),
     #[error(transparent)]
     Tls(#[from] super::tls::Error),
 }

@@ -17,6 +17,7 @@ use super::{
 };
 
 mod bucket;
+mod list;
 mod update;
 
 use self::bucket::Bucket;

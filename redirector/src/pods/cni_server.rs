@@ -6,8 +6,9 @@
 
 use std::{
     io,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{Arc, atomic::AtomicBool},
     time::Duration,
 };
 
@@ -24,6 +25,7 @@ use self::plugin_log::PluginLog;
 use super::{
     Error, NetnsRef, OnFailure, PodAdd, PodDelete, PodEvent,
     admission::{self, Admission, Decision},
+    pause::Pauses,
     socket_file::{self, BindError, SocketFile},
     status::{State, Status},
     wire::{self, Event},
@@ -49,12 +51,14 @@ const LIMITS: Limits = Limits {
     header_deadline: Duration::from_secs(5),
     body_deadline: Duration::from_secs(5),
     connection_deadline: Duration::from_secs(60),
+    // What has begun is finished, before another agent may take over.
+    stop_deadline: Duration::from_secs(25),
 };
 
 /// The listening socket.
 #[derive(Debug)]
 pub struct CniServer {
-    listener: UnixListener,
+    listener: Listener,
     file: SocketFile,
 }
 
@@ -65,16 +69,38 @@ impl CniServer {
     /// # Errors
     /// When somebody serves it, it is no socket, or the system refuses.
     pub fn bind(path: &Path) -> Result<Self, BindError> {
-        let (listener, file) = socket_file::bind(path, FLAG, |path| UnixListener::bind(path))?;
+        let (listener, file) = socket_file::bind(path, FLAG, 0o660, |path| UnixListener::bind(path))?;
+        let listener = Listener::Unix(listener);
         Ok(Self { listener, file })
     }
 
-    /// Serves until `stop`, then removes the socket.
+    /// Goes on with the listener that another agent had at `path`, and has handed over. Must be called within a tokio runtime.
+    ///
+    /// # Errors
+    /// When it is no such listener, or nothing is at `path`.
+    pub fn inherited(path: &Path, listener: OwnedFd) -> io::Result<Self> {
+        let listener = std::os::unix::net::UnixListener::from(listener);
+        listener.set_nonblocking(true)?;
+        Ok(Self {
+            listener: Listener::Unix(UnixListener::from_std(listener)?),
+            file: SocketFile::existing(path)?,
+        })
+    }
+
+    /// The socket's file stays at the end if `others` says then that it is another agent's.
+    #[must_use]
+    pub fn unless(mut self, others: &Arc<AtomicBool>) -> Self {
+        self.file = self.file.unless(others);
+        self
+    }
+
+    /// Serves until `stop`, then removes the socket. When it is asked to rest, who connects waits in the socket's queue.
     pub async fn run(
         self,
         events: mpsc::Sender<PodEvent>,
         pods: watch::Receiver<Status>,
         admission: Admission,
+        mut pauses: Pauses<()>,
         stop: CancellationToken,
     ) {
         let Self { listener, file } = self;
@@ -88,8 +114,27 @@ impl CniServer {
             let handler = handler.clone();
             async move { handler.handle(request).await }
         };
-        serve(Listener::Unix(listener), LIMITS, stop, handle).await;
-        drop(file);
+        loop {
+            let round = stop.child_token();
+            let served = serve(&listener, LIMITS, round.clone(), handle.clone());
+            tokio::pin!(served);
+            let pause = tokio::select! {
+                () = &mut served => break,
+                pause = pauses.next() => pause,
+            };
+            round.cancel();
+            served.await;
+            if !pause.rest((), &stop).await {
+                break;
+            }
+        }
+        drop((listener, file));
+    }
+}
+
+impl AsFd for CniServer {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.listener.as_fd()
     }
 }
 

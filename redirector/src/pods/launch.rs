@@ -1,7 +1,15 @@
 //! What the lifecycle asks of a pod's surroundings: its addresses, its identity, its proxy. A trait, so that tests of the
 //! lifecycle need neither namespaces nor sockets.
 
-use std::{future::Future, io, net::IpAddr, sync::Arc, time::Duration};
+use std::{
+    collections::HashMap,
+    future::Future,
+    io,
+    net::IpAddr,
+    os::fd::OwnedFd,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
 
 use tracing::warn;
 
@@ -15,7 +23,7 @@ use crate::{
     redirect::Serving,
     sys::{
         interfaces::{self, InterfaceAddress},
-        netns::Netns,
+        netns::{Netns, NetnsId},
     },
 };
 
@@ -63,16 +71,62 @@ pub trait Launch: Send + Sync + 'static {
     }
 }
 
+/// The listeners of a pod's proxy: duplicates of them, for another agent.
+#[derive(Debug)]
+pub struct Served {
+    /// Which pod.
+    pub uid: PodUid,
+    /// Its namespace.
+    pub netns: NetnsId,
+    /// Those on ports 15001, 15006 and 15008.
+    pub listeners: [OwnedFd; 3],
+}
+
+/// Listeners that another agent has handed over, for the pods that are to come.
+#[derive(Debug, Default)]
+pub struct Inherited(Mutex<HashMap<PodUid, Served>>);
+
+impl Inherited {
+    /// Keeps those of a pod.
+    pub fn put(&self, served: Served) {
+        self.pods().insert(served.uid.clone(), served);
+    }
+
+    /// Those of a pod in this namespace.
+    fn take(&self, uid: &PodUid, netns: NetnsId) -> Option<[OwnedFd; 3]> {
+        let served = self.pods().remove(uid)?;
+        (served.netns == netns).then_some(served.listeners)
+    }
+
+    /// Closes those that no pod has taken, and tells whose they were.
+    pub fn close(&self) -> Vec<PodUid> {
+        let mut left: Vec<_> = self.pods().drain().map(|(uid, _)| uid).collect();
+        left.sort_unstable();
+        left
+    }
+
+    fn pods(&self) -> MutexGuard<'_, HashMap<PodUid, Served>> {
+        // Each change is one call: a panic elsewhere leaves it whole.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
 /// The real surroundings.
 pub struct PodProxies {
     shared: Arc<Shared>,
     trust_domain: String,
+    inherited: Arc<Inherited>,
 }
 
 impl PodProxies {
-    /// Proxies that share `shared`. Pods that the mesh does not know are in `trust_domain`.
-    pub fn new(shared: Arc<Shared>, trust_domain: String) -> Self {
-        Self { shared, trust_domain }
+    /// Proxies that share `shared`. Pods that the mesh does not know are in `trust_domain`; those that others have served go on with
+    /// the listeners that are `inherited`.
+    pub fn new(shared: Arc<Shared>, trust_domain: String, inherited: Arc<Inherited>) -> Self {
+        Self {
+            shared,
+            trust_domain,
+            inherited,
+        }
     }
 
     /// A pod that the mesh does not know is captured all the same: its connections are refused, and not sent in plain.
@@ -128,6 +182,7 @@ impl Launch for PodProxies {
         if self.shared.demand.is_none() {
             self.warn_if_unknown(&info);
         }
+        let listeners = self.inherited.take(&info.uid, netns.id());
         PodProxy::start(
             Arc::clone(&self.shared),
             PodContext {
@@ -136,6 +191,7 @@ impl Launch for PodProxies {
                 netns,
                 addresses,
                 strict,
+                listeners,
             },
         )
         .map_err(Error::Start)

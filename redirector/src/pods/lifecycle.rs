@@ -6,6 +6,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap, VecDeque},
+    io,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -23,7 +24,8 @@ use tracing::{debug, error, info, warn};
 
 use super::{
     Error, OnFailure, PodAdd, PodDelete, PodEvent, Reply,
-    launch::Launch,
+    launch::{Launch, Served},
+    pause::{Pause, Pauses},
     records::Records,
     rules::NodeRules,
     status::{Metrics, State, Status},
@@ -149,8 +151,14 @@ impl<L: Launch> Lifecycle<L> {
         (lifecycle, view)
     }
 
-    /// Carries out events until `stop`, and then stops all proxies.
-    pub async fn run(mut self, mut events: mpsc::Receiver<PodEvent>, stop: CancellationToken) {
+    /// Carries out events until `stop`, and then stops all proxies. When it is asked to rest it tells which listeners it has, and
+    /// changes nothing until it goes on; events wait meanwhile.
+    pub async fn run(
+        mut self,
+        mut events: mpsc::Receiver<PodEvent>,
+        mut pauses: Pauses<io::Result<Vec<Served>>>,
+        stop: CancellationToken,
+    ) {
         let mut retry = interval(RETRY_INTERVAL);
         retry.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let every = self.config.check_interval;
@@ -178,6 +186,7 @@ impl<L: Launch> Lifecycle<L> {
                 Ok(()) = self.config.rules.changed() => {
                     self.check();
                 }
+                pause = pauses.next() => self.pause(pause, &stop).await,
             }
             // Telling the whole table after each look at each pod would be the agent's main work.
             if changed {
@@ -189,6 +198,28 @@ impl<L: Launch> Lifecycle<L> {
             refuse(event);
         }
         self.shut_down().await;
+    }
+
+    /// Finishes what has begun, and rests. What others did to the pods meanwhile is put right after that.
+    async fn pause(&mut self, mut pause: Pause<io::Result<Vec<Served>>>, stop: &CancellationToken) {
+        self.due.clear();
+        loop {
+            tokio::select! {
+                finished = self.jobs.join_next_with_id() => match finished {
+                    Some(finished) => self.finished(finished),
+                    None => break,
+                },
+                () = pause.given_up() => return,
+                () = stop.cancelled() => return,
+            };
+        }
+        self.publish();
+        let pods = self.table.values().filter_map(|entry| entry.pod.as_ref());
+        let served = pods.filter_map(|pod| self.worker.served(pod)).collect();
+        if pause.rest(served, stop).await {
+            self.retry();
+            self.check();
+        }
     }
 
     fn event(&mut self, event: PodEvent) {
@@ -349,6 +380,7 @@ impl<L: Launch> Lifecycle<L> {
             entry.job = Some(Job {
                 request,
                 reply,
+                began: Instant::now(),
                 was_captured,
             });
             self.running.insert(spawned.id(), uid.clone());
@@ -392,6 +424,7 @@ impl<L: Launch> Lifecycle<L> {
         let Some(Job {
             request,
             reply,
+            began,
             was_captured,
         }) = entry.job.take()
         else {
@@ -422,6 +455,9 @@ impl<L: Launch> Lifecycle<L> {
         match (request, &result) {
             (Request::Add(_), Ok(())) => {
                 self.metrics.started.inc();
+                if !was_captured {
+                    self.metrics.enrolment.0.observe(began.elapsed().as_secs_f64());
+                }
                 entry.retry = None;
             }
             (Request::Add(add), Err(error)) => {

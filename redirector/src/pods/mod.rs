@@ -21,6 +21,7 @@ pub mod kubernetes;
 pub mod launch;
 pub mod lifecycle;
 pub mod others;
+pub mod pause;
 pub mod records;
 pub mod restore;
 pub mod rules;

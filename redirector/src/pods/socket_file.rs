@@ -4,6 +4,10 @@ use std::{
     fs, io,
     os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt},
     path::{Path, PathBuf},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
 use socket2::{Domain, SockAddr, Socket, Type};
@@ -40,7 +44,8 @@ pub enum BindError {
     },
 }
 
-fn failed(operation: &'static str, path: &Path) -> impl FnOnce(io::Error) -> BindError {
+/// That `operation` on `path` failed.
+pub fn failed(operation: &'static str, path: &Path) -> impl FnOnce(io::Error) -> BindError {
     let path = path.to_owned();
     move |source| BindError::System {
         operation,
@@ -49,10 +54,14 @@ fn failed(operation: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Bin
     }
 }
 
-/// Listens at `path` by `listen`; the socket has mode 0660. One that nobody serves any more is replaced.
-pub(super) fn bind<L>(
+/// Listens at `path` by `listen`; the socket has this mode. One that nobody serves any more is replaced.
+///
+/// # Errors
+/// When somebody serves it, it is no socket, or the system refuses.
+pub fn bind<L>(
     path: &Path,
     flag: &'static str,
+    mode: u32,
     listen: impl FnOnce(&Path) -> io::Result<L>,
 ) -> Result<(L, SocketFile), BindError> {
     if let Some(directory) = path.parent() {
@@ -62,13 +71,9 @@ pub(super) fn bind<L>(
     }
     remove_stale(path, flag)?;
     let listener = listen(path).map_err(failed("listen at", path))?;
-    let mode = fs::Permissions::from_mode(0o660);
+    let mode = fs::Permissions::from_mode(mode);
     fs::set_permissions(path, mode).map_err(failed("set mode of", path))?;
-    let metadata = fs::symlink_metadata(path).map_err(failed("look at", path))?;
-    let file = SocketFile {
-        path: path.to_owned(),
-        id: (metadata.dev(), metadata.ino()),
-    };
+    let file = SocketFile::existing(path).map_err(failed("look at", path))?;
     Ok((listener, file))
 }
 
@@ -108,15 +113,46 @@ pub fn remove_stale(path: &Path, flag: &'static str) -> Result<(), BindError> {
     }
 }
 
-/// The socket's file; removed on drop, if it is still this one.
+/// The socket's file; removed on drop, if it is still this one and this agent's.
 #[derive(Debug)]
-pub(super) struct SocketFile {
-    pub(super) path: PathBuf,
+pub struct SocketFile {
+    path: PathBuf,
     id: (u64, u64),
+    others: Arc<AtomicBool>,
+}
+
+impl SocketFile {
+    /// The file that is at `path`.
+    ///
+    /// # Errors
+    /// When there is none.
+    pub fn existing(path: &Path) -> io::Result<Self> {
+        let metadata = fs::symlink_metadata(path)?;
+        Ok(Self {
+            path: path.to_owned(),
+            id: (metadata.dev(), metadata.ino()),
+            others: Arc::default(),
+        })
+    }
+
+    /// It is not removed while `others` says that it is another agent's.
+    #[must_use]
+    pub fn unless(mut self, others: &Arc<AtomicBool>) -> Self {
+        self.others = Arc::clone(others);
+        self
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
 }
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
+        if self.others.load(Ordering::Relaxed) {
+            return;
+        }
         let now = fs::symlink_metadata(&self.path).map(|metadata| (metadata.dev(), metadata.ino()));
         if now.is_ok_and(|id| id == self.id) {
             let _ = fs::remove_file(&self.path);

@@ -1,12 +1,20 @@
 //! What the lifecycle tells the outside: the pods as they are now, and counters.
 
-use std::{net::IpAddr, path::PathBuf};
+use std::{fmt, net::IpAddr, path::PathBuf};
 
 use prometheus_client::{
-    metrics::{counter::Counter, gauge::Gauge, histogram::Histogram},
+    collector::Collector,
+    encoding::{DescriptorEncoder, EncodeMetric},
+    metrics::{
+        MetricType,
+        counter::Counter,
+        gauge::{ConstGauge, Gauge},
+        histogram::Histogram,
+    },
     registry::Registry,
 };
 use serde::{Deserialize, Serialize};
+use tokio::sync::watch;
 
 /// The pods of this node, as they are now.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -72,6 +80,22 @@ pub struct Metrics {
     pub(super) stopped: Counter,
     pub(super) failed: Counter,
     pub(super) durations: Durations,
+    /// From a pod's turn until it is captured: certificate, listeners, redirection and record.
+    pub(super) enrolment: Enrolment,
+}
+
+/// A histogram of its own kind, for its `Default`.
+#[derive(Debug, Clone)]
+pub(super) struct Enrolment(pub(super) Histogram);
+
+impl Default for Enrolment {
+    fn default() -> Self {
+        // From a certificate that is here to an authority that is slow.
+        let buckets = [
+            0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0,
+        ];
+        Self(Histogram::new(buckets))
+    }
 }
 
 /// How long the backend takes with a pod: without certificate, listeners and the connections' end.
@@ -137,5 +161,118 @@ impl Metrics {
             "Time in which the redirection of a pod's traffic was removed, without waiting for its connections",
             &self.durations.detach,
         );
+        histogram(
+            "enrolment",
+            "Time in which a pod was captured, from its turn on: certificate, listeners, redirection and record",
+            &self.enrolment.0,
+        );
+    }
+}
+
+/// Names the state of each pod of `view` in `registry`. Series go with their pods.
+pub fn register_states(registry: &mut Registry, view: watch::Receiver<Status>) {
+    registry.register_collector(Box::new(States(view)));
+}
+
+#[derive(Debug)]
+struct States(watch::Receiver<Status>);
+
+impl Collector for States {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let status = self.0.borrow().clone();
+        if status.pods.is_empty() {
+            return Ok(());
+        }
+        let mut states = encoder.encode_descriptor(
+            "redirector_pod_state",
+            "1 with the state that a pod's capture has",
+            None,
+            MetricType::Gauge,
+        )?;
+        for pod in &status.pods {
+            let [namespace, name, uid] = pod.labels();
+            let labels = [namespace, name, uid, ("state", pod.state.as_str())];
+            ConstGauge::new(1_i64).encode(states.encode_family(&labels)?)?;
+        }
+        let mut impaired = encoder.encode_descriptor(
+            "redirector_pod_impaired",
+            "1 for a pod that is captured, and not as it should be: /pods says why",
+            None,
+            MetricType::Gauge,
+        )?;
+        for pod in &status.pods {
+            let value = ConstGauge::new(i64::from(pod.impaired));
+            value.encode(impaired.encode_family(&pod.labels())?)?;
+        }
+        Ok(())
+    }
+}
+
+impl PodStatus {
+    fn labels(&self) -> [(&'static str, &str); 3] {
+        [
+            ("namespace", &self.namespace),
+            ("pod_name", &self.name),
+            ("uid", &self.uid),
+        ]
+    }
+}
+
+impl State {
+    fn as_str(self) -> &'static str {
+        match self {
+            Self::Starting => "starting",
+            Self::Captured => "captured",
+            Self::NotCaptured => "not_captured",
+            Self::Stopping => "stopping",
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_pod_has_the_series_of_its_state_as_long_as_it_is_there() {
+        let pod = |name: &str, state, error: Option<&str>| PodStatus {
+            uid: format!("u-{name}"),
+            name: name.into(),
+            namespace: "shop".into(),
+            service_account: "web".into(),
+            netns: 1,
+            netns_path: None,
+            addresses: vec![],
+            state,
+            impaired: state == State::Captured && error.is_some(),
+            strict: false,
+            error: error.map(Into::into),
+        };
+        let (status, view) = watch::channel(Status::default());
+        let mut registry = Registry::default();
+        register_states(&mut registry, view);
+        let text = || {
+            let mut text = String::new();
+            prometheus_client::encoding::text::encode(&mut text, &registry).unwrap();
+            text
+        };
+        assert_eq!(text(), "# EOF\n");
+        status.send_modify(|status| {
+            let impaired = pod("web", State::Captured, Some("a hook is gone"));
+            status.pods = vec![impaired, pod("db", State::NotCaptured, Some("no"))];
+        });
+        let told = text();
+        let lines: Vec<_> = told.lines().filter(|line| !line.starts_with('#')).collect();
+        assert_eq!(
+            lines,
+            [
+                "redirector_pod_state{namespace=\"shop\",pod_name=\"web\",uid=\"u-web\",state=\"captured\"} 1",
+                "redirector_pod_state{namespace=\"shop\",pod_name=\"db\",uid=\"u-db\",state=\"not_captured\"} 1",
+                "redirector_pod_impaired{namespace=\"shop\",pod_name=\"web\",uid=\"u-web\"} 1",
+                "redirector_pod_impaired{namespace=\"shop\",pod_name=\"db\",uid=\"u-db\"} 0",
+            ]
+        );
+        status.send_modify(|status| drop(status.pods.remove(1)));
+        assert!(!text().contains("u-db"));
     }
 }

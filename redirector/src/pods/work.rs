@@ -8,6 +8,7 @@
 use std::{
     io,
     net::IpAddr,
+    os::fd::{BorrowedFd, OwnedFd},
     panic::{AssertUnwindSafe, catch_unwind},
     sync::Arc,
     time::{Duration, Instant},
@@ -18,14 +19,14 @@ use tracing::{debug, error, info, warn};
 
 use super::{
     Error, PodAdd,
-    launch::{Launch, NewPod},
+    launch::{Launch, NewPod, Served},
     records::{Record, Records},
     rules::NodeRules,
     status::Durations,
 };
 use crate::{
     mesh::pod::PodUid,
-    redirect::{Attached, PodNetwork, Redirector, overrides::Overrides, rules::Rules},
+    redirect::{Attached, PodNetwork, Redirector, Serving, overrides::Overrides, rules::Rules},
     sys::{
         interfaces::InterfaceAddress,
         netns::{Netns, NetnsId},
@@ -310,6 +311,26 @@ impl<L: Launch> Worker<L> {
                 error!(%uid, "the pod's proxy did not stop in time and was dropped");
             }
         }
+    }
+
+    /// The listeners of a captured pod's proxy, if they are this agent's.
+    pub(super) fn served(&self, pod: &Captured<L::Proxy>) -> Option<io::Result<Served>> {
+        let Serving::Own(listeners) = self.launch.serving(&pod.proxy) else {
+            return None;
+        };
+        let duplicate = |listener: BorrowedFd<'_>| -> io::Result<OwnedFd> { listener.try_clone_to_owned() };
+        let duplicates = || {
+            Ok([
+                duplicate(listeners.outbound)?,
+                duplicate(listeners.inbound)?,
+                duplicate(listeners.hbone)?,
+            ])
+        };
+        Some(duplicates().map(|listeners| Served {
+            uid: pod.add.info.uid.clone(),
+            netns: pod.add.netns.id(),
+            listeners,
+        }))
     }
 
     /// The pods for which something is in place or recorded. Blocking.

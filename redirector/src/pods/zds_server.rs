@@ -53,7 +53,7 @@ impl ZdsServer {
     /// # Errors
     /// When somebody serves it (istio-cni, say), it is no socket, or the system refuses.
     pub fn bind(path: &Path, proxies: Arc<Proxies>) -> Result<Self, BindError> {
-        let (listener, file) = socket_file::bind(path, FLAG, Listener::bind)?;
+        let (listener, file) = socket_file::bind(path, FLAG, 0o660, Listener::bind)?;
         Ok(Self {
             listener,
             file,
@@ -81,7 +81,7 @@ impl ZdsServer {
                     ACCEPT_INTERVAL
                 }
                 Err(error) => {
-                    warn!(path = %file.path.display(), %error, "cannot take a proxy's connection");
+                    warn!(path = %file.path().display(), %error, "cannot take a proxy's connection");
                     ACCEPT_BACKOFF
                 }
             };

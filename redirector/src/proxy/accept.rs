@@ -15,6 +15,7 @@ use tokio::{
     sync::Semaphore,
     time::sleep,
 };
+use tokio_util::task::task_tracker::TaskTrackerToken;
 
 use super::{Pod, record::Direction};
 use crate::sys::socket;
@@ -25,11 +26,16 @@ const BACK_OFF_FIRST: Duration = Duration::from_millis(10);
 const BACK_OFF_MOST: Duration = Duration::from_secs(1);
 
 /// A listening socket whose connections are being accepted until the pod drains.
-pub(super) struct Listener(Arc<TcpListener>);
+pub(super) struct Listener(Arc<Tracked>);
+
+struct Tracked {
+    listener: TcpListener,
+    _tracked: TaskTrackerToken,
+}
 
 impl AsFd for Listener {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.0.as_fd()
+        self.0.listener.as_fd()
     }
 }
 
@@ -44,7 +50,10 @@ impl Listener {
     where
         F: Future<Output = ()> + Send + 'static,
     {
-        let listener = Arc::new(listener);
+        let listener = Arc::new(Tracked {
+            listener,
+            _tracked: pod.shared.listening.token(),
+        });
         let task = accept(pod.clone(), listener.clone(), direction, connection);
         let drain = pod.drain.clone();
         pod.tasks
@@ -55,12 +64,13 @@ impl Listener {
 
 async fn accept<F>(
     pod: Arc<Pod>,
-    listener: Arc<TcpListener>,
+    listener: Arc<Tracked>,
     direction: Direction,
     connection: impl Fn(Arc<Pod>, TcpStream, SocketAddr) -> F,
 ) where
     F: Future<Output = ()> + Send + 'static,
 {
+    pod.shared.open.cancelled().await;
     let bound = Arc::new(Semaphore::new(pod.shared.config.max_connections));
     let mut back_off = BackOff(BACK_OFF_FIRST);
     loop {
@@ -69,7 +79,7 @@ async fn accept<F>(
             .acquire_owned()
             .await
             .expect("the semaphore is never closed");
-        match listener.accept().await {
+        match listener.listener.accept().await {
             Ok((stream, peer)) => {
                 back_off = BackOff(BACK_OFF_FIRST);
                 let task = connection(pod.clone(), stream, socket::canonical(peer));

@@ -2,7 +2,7 @@
 //!
 //! What an operator reads is the error's own text; the flag is for metrics, which must not have a value for each text.
 
-use std::{error::Error, io};
+use std::{error::Error, io, sync::OnceLock};
 
 use rustls::{AlertDescription, CertificateError};
 
@@ -68,9 +68,31 @@ pub(crate) trait Failure: Error {
     fn policy(&self) -> Option<&PolicyName> {
         None
     }
+
+    /// What an operator may look at, where the error's own text does not say.
+    fn advice(&self) -> Option<&'static str> {
+        None
+    }
 }
 
 impl Failure for io::Error {}
+
+/// Why a tunnel was closed by this side with all that was in it, if it was.
+#[derive(Debug, Default)]
+pub(crate) struct Fate(OnceLock<Box<str>>);
+
+impl Fate {
+    /// It is about to be closed, since a certificate by which it stands has been revoked.
+    pub(crate) fn revoke(&self, error: &dyn Error) {
+        // The first reason is the one that is told.
+        let _ = self.0.set(super::record::chain(error).into());
+    }
+
+    /// Why it was.
+    pub(crate) fn revoked(&self) -> Option<&str> {
+        self.0.get().map(|text| &**text)
+    }
+}
 
 /// What an error of a TLS handshake counts as.
 pub(crate) fn of_tls(error: &io::Error) -> Flag {
@@ -87,6 +109,9 @@ pub(crate) fn of_tls(error: &io::Error) -> Flag {
     }
 }
 
+/// Of [`handshake_reason`]: the peer's certificate is on a revocation list.
+pub(crate) const PEER_REVOKED: &str = "peer_revoked";
+
 /// Why a TLS handshake failed, in one of few words.
 pub(crate) fn handshake_reason(error: &io::Error) -> &'static str {
     use rustls::Error as Tls;
@@ -96,7 +121,7 @@ pub(crate) fn handshake_reason(error: &io::Error) -> &'static str {
         None if error.kind() == io::ErrorKind::ConnectionReset => "reset",
         None => "io",
         Some(Tls::InvalidCertificate(certificate)) => match certificate {
-            CertificateError::Revoked => "peer_revoked",
+            CertificateError::Revoked => PEER_REVOKED,
             CertificateError::Expired | CertificateError::ExpiredContext { .. } => "peer_expired",
             CertificateError::NotValidYet | CertificateError::NotValidYetContext { .. } => {
                 "peer_not_valid_yet"
@@ -116,6 +141,29 @@ pub(crate) fn handshake_reason(error: &io::Error) -> &'static str {
         },
         Some(_) => "protocol",
     }
+}
+
+/// What an operator may look at after a failed TLS handshake.
+pub(crate) fn advice_of_tls(error: &io::Error) -> Option<&'static str> {
+    Some(match handshake_reason(error) {
+        "closed" | "reset" => "the peer hung up: it may be no HBONE proxy, or may be starting or draining",
+        PEER_REVOKED => "the peer's certificate is on a revocation list (--crl-file)",
+        "peer_expired" => "the peer's certificate is over: its proxy gets no new one, or a clock is wrong",
+        "peer_not_valid_yet" => "the peer's certificate is of the future: a clock is wrong",
+        "peer_unknown_issuer" => {
+            "the peer's certificate leads to none of this pod's roots: both sides must trust one authority"
+        }
+        "peer_other_identity" => {
+            "somebody else than expected is there: the mesh may be stale, the address may be another pod's now, or the trust domains differ"
+        }
+        "refused_as_revoked" => "the peer has this pod's certificate on a revocation list",
+        "refused_as_expired" => {
+            "this pod's certificate is over for the peer: see /certificates, and the clocks of both nodes"
+        }
+        "refused_as_of_unknown_issuer" => "the peer does not trust the authority of this pod's certificate",
+        "peer_without_certificate" => "the peer showed no certificate: it is no proxy of the mesh",
+        _ => return None,
+    })
 }
 
 #[cfg(test)]

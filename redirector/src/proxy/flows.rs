@@ -23,11 +23,15 @@ use super::{
     record::{Count, Direction, Party, Security},
     traffic::Series,
 };
-use crate::mesh::{pod::PodInfo, policy::PolicyName, service::Service};
+use crate::mesh::{
+    pod::{PodInfo, PodUid},
+    policy::PolicyName,
+    service::Service,
+};
 
 mod view;
 
-pub use self::view::{ConnectionsView, FlowsView};
+pub use self::view::{ConnectionsView, FlowsView, OfPod};
 
 /// Ended connections that are kept: some seconds of a busy node, at some 500 bytes each, with what they hold of the mesh.
 const KEPT: usize = 4_096;
@@ -38,7 +42,7 @@ const WAITERS: usize = 8;
 /// A connection of a pod of this node. Its facts are settled before it is opened, and from then on it is shared.
 #[derive(Debug)]
 pub(crate) struct Flow {
-    id: u64,
+    pub(super) id: u64,
     pub(super) pod: Arc<PodInfo>,
     pub(super) direction: Direction,
     started: SystemTime,
@@ -56,6 +60,8 @@ pub(crate) struct Flow {
 /// What is known of a connection when it is opened.
 #[derive(Debug, Default)]
 pub(crate) struct Facts {
+    /// Where a client wanted to go; the same as `dst` unless a service or a tunnel is between.
+    pub(crate) original_dst: Option<SocketAddr>,
     /// Of the TCP connection between the pods; for HBONE the tunnel's.
     pub(crate) dst: Option<SocketAddr>,
     /// What was asked of the tunnel's far end.
@@ -67,6 +73,32 @@ pub(crate) struct Facts {
     pub(crate) same_node: bool,
     /// By a tunnel within another.
     pub(crate) nested: bool,
+    /// How it came to the proxy.
+    pub(crate) redirect: Option<Redirect>,
+}
+
+/// To which listener the pod's redirection gave a connection, and whose it was; by the names of the verdicts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Redirect {
+    /// To 15001, of the pod's own application.
+    Outbound,
+    /// To 15001, of somebody behind the pod.
+    Rerouted,
+    /// To 15006.
+    Inbound,
+    /// To 15008.
+    Hbone,
+}
+
+impl Redirect {
+    pub(super) fn as_str(self) -> &'static str {
+        match self {
+            Self::Outbound => "outbound",
+            Self::Rerouted => "rerouted",
+            Self::Inbound => "inbound",
+            Self::Hbone => "hbone",
+        }
+    }
 }
 
 /// What there is of a connection that is open.
@@ -77,6 +109,17 @@ pub(super) struct Open {
     pub(super) received: Count,
     /// Where it is counted.
     pub(super) series: Arc<Series>,
+}
+
+impl Open {
+    /// How it is protected, as it is told.
+    pub(super) fn security_of(&self, facts: &Facts) -> &'static str {
+        match self.security {
+            Security::MutualTls => self.security.as_str(),
+            Security::Unknown if facts.same_node => "same_node",
+            Security::Unknown => "plaintext",
+        }
+    }
 }
 
 impl Flow {
@@ -187,6 +230,16 @@ impl Flows {
             (flows, of_pod.count())
         };
         ConnectionsView::of(&flows, total)
+    }
+
+    /// Those that are open, by the UIDs of their pods.
+    pub fn by_pod(&self) -> BTreeMap<PodUid, OfPod> {
+        let live: Vec<_> = self.lock().live.values().cloned().collect();
+        let mut pods = BTreeMap::<_, OfPod>::new();
+        for flow in &live {
+            pods.entry(flow.pod.uid.clone()).or_default().add(flow);
+        }
+        pods
     }
 
     /// Those that have ended since `after`, the oldest first, up to `limit`; without it the last.

@@ -23,7 +23,8 @@ use super::{
     connections::{Admitted, Denied, Flow},
     copy::{Leg, Refused, Sink},
     dial,
-    failure::{self, Failure, Flag},
+    failure::{self, Failure, Fate, Flag},
+    flows::Redirect,
     hbone::server::{self, Connect},
     metrics::Reason,
     proxy_protocol,
@@ -101,6 +102,13 @@ impl Failure for Error {
             _ => None,
         }
     }
+
+    fn advice(&self) -> Option<&'static str> {
+        match self {
+            Self::Tls(error) => failure::advice_of_tls(error),
+            _ => None,
+        }
+    }
 }
 
 /// A tunnel's ends.
@@ -113,6 +121,8 @@ pub(super) struct Tunnel {
     pub(super) local: SocketAddr,
     /// How many more requests this peer may have open, over all its tunnels.
     pub(super) streams: Arc<Semaphore>,
+    /// Of all that is in it.
+    pub(super) fate: Arc<Fate>,
 }
 
 /// Serves one accepted connection, a tunnel, to its end. Its streams are tasks of their own and may outlive it by the time
@@ -133,7 +143,8 @@ pub(super) async fn connection(pod: Arc<Pod>, stream: TcpStream, peer: SocketAdd
     let Ok(of_all) = pod.peers.handshakes.try_acquire() else {
         return refuse(Reason::handshakes);
     };
-    let record = Record::new(&pod.recorder, Direction::Inbound, peer);
+    let mut record = Record::new(&pod.recorder, Direction::Inbound, peer);
+    record.facts().redirect = Some(Redirect::Hbone);
     let (io, tunnel, mut proof) = match accept(&pod, stream, peer).await {
         Ok(accepted) => accepted,
         Err(error) => return record.fail(&error),
@@ -152,10 +163,15 @@ pub(super) async fn connection(pod: Arc<Pod>, stream: TcpStream, peer: SocketAdd
             pod.spawn(request(pod.clone(), tunnel.clone(), connect));
         },
     );
+    let revoked = async {
+        let error = proof.revoked().await;
+        // Before the tunnel is dropped with all that is in it.
+        tunnel.fate.revoke(&error);
+        error
+    };
     let served = tokio::select! {
         served = served => served,
-        // The tunnel is dropped with all that is in it.
-        error = proof.revoked() => {
+        error = revoked => {
             tracing::warn!(uid = %pod.info.uid, src.addr = %peer, src.identity = %tunnel.identity, %error, "tunnel closed");
             return;
         }
@@ -191,6 +207,7 @@ async fn accept(
             peer,
             identity,
             local,
+            fate: Arc::default(),
         },
         proof,
     ))
@@ -200,6 +217,7 @@ async fn accept(
 async fn request(pod: Arc<Pod>, tunnel: Arc<Tunnel>, mut connect: Connect) {
     let authority = connect.authority().to_owned();
     let mut record = record_of(&pod, &tunnel, authority, connect.headers());
+    record.facts().redirect = Some(Redirect::Hbone);
     record.open(Security::MutualTls);
 
     let _permits = match permits(&pod, &tunnel) {
@@ -241,6 +259,7 @@ async fn request(pod: Arc<Pod>, tunnel: Arc<Tunnel>, mut connect: Connect) {
 /// The record of a request for `authority`, not opened yet.
 pub(super) fn record_of(pod: &Pod, tunnel: &Tunnel, authority: String, headers: &HeaderMap) -> Box<Record> {
     let mut record = Record::new(&pod.recorder, Direction::Inbound, tunnel.peer);
+    record.in_tunnel(tunnel.fate.clone());
     let facts = record.facts();
     facts.dst = Some(tunnel.local);
     facts.service = called(&pod.mesh(), pod.local(), &authority, headers);
@@ -412,6 +431,7 @@ mod tests {
             identity: id("caller"),
             local: "10.0.0.2:15008".parse().unwrap(),
             streams: Arc::new(Semaphore::new(1)),
+            fate: Arc::default(),
         };
         const BAGGAGE_OF_CALLER: &str = "k8s.namespace.name=elsewhere,k8s.deployment.name=far-web";
         for (network, used, workload, namespace) in [

@@ -8,11 +8,17 @@ use prometheus_client::{
     registry::Registry,
 };
 
-use super::{plaintext, record::Direction, traffic::Traffic};
+use super::{
+    access_log::{self, AccessLog},
+    plaintext,
+    record::Direction,
+    traffic::Traffic,
+};
 
-/// Counters of all pods' connections.
+/// Counters of all pods' connections, and the log of them.
 #[derive(Debug, Default)]
 pub struct Metrics {
+    pub(super) access_log: AccessLog,
     pub(super) traffic: Traffic,
     pub(super) denied: Counter,
     pub(super) same_node: Counter,
@@ -22,6 +28,7 @@ pub struct Metrics {
     pub(super) tunnels: Gauge,
     refused: Family<Refused, Counter>,
     sockets: Family<Reported, Gauge>,
+    revoked: Family<Reported, Counter>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -51,9 +58,18 @@ struct Refused {
 }
 
 impl Metrics {
+    /// With an access log of which `access_log` says what is written.
+    pub fn new(access_log: access_log::Config) -> Self {
+        Self {
+            access_log: AccessLog::new(access_log),
+            ..Self::default()
+        }
+    }
+
     /// Names them in `registry`. Counters get `_total` when they are written.
     pub fn register(&self, registry: &mut Registry) {
         self.traffic.register(registry);
+        self.access_log.register(registry);
         registry.register(
             "istio_tcp_sockets_open",
             "Connections that are open on the pods' listeners",
@@ -68,6 +84,11 @@ impl Metrics {
             "redirector_connections_refused",
             "Connections and requests that the proxy could carry and must not",
             self.refused.clone(),
+        );
+        registry.register(
+            "istio_crl_policy_rejections",
+            "Handshakes refused and connections closed, since the peer's certificate is on a revocation list",
+            self.revoked.clone(),
         );
         registry.register(
             "redirector_connections_same_node",
@@ -86,6 +107,12 @@ impl Metrics {
     /// Counts what was refused.
     pub(crate) fn refused(&self, reason: Reason) {
         self.refused.get_or_create(&Refused { reason }).inc();
+    }
+
+    /// Counts what a revocation has ended, or has kept from coming about.
+    pub(super) fn revoked(&self, direction: Direction) {
+        let reporter = direction.reporter();
+        self.revoked.get_or_create(&Reported { reporter }).inc();
     }
 
     /// Counts a socket for as long as the value lives.

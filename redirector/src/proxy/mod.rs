@@ -13,10 +13,16 @@
 //! - `peers`: what one peer may have of a pod's proxy
 //! - `plaintext`: what must not be in plain, and what is
 //! - `baggage`, `proxy_protocol`: what is told of callers to other proxies, and to applications
-//! - `record`: a connection's entry in the counters and in the access log; `metrics`, `traffic`: what is counted;
-//!   `flows`: what is open and what has ended; `failure`: why
+//! - `record`: a connection's entry in the counters and in the access log; `access_log`: its line there; `metrics`, `traffic`: what is
+//!   counted; `flows`: what is open and what has ended; `failure`: why
 
-use std::{io, net::IpAddr, os::fd::AsFd, sync::Arc, time::Duration};
+use std::{
+    io,
+    net::IpAddr,
+    os::fd::{AsFd, OwnedFd},
+    sync::Arc,
+    time::Duration,
+};
 
 use redirector_common::consts::{Mark, PORT_HBONE, PORT_INBOUND, PORT_OUTBOUND};
 use tokio::{
@@ -57,6 +63,7 @@ use crate::{
 };
 
 mod accept;
+pub mod access_log;
 mod addresses;
 pub mod baggage;
 mod connections;
@@ -177,6 +184,10 @@ pub struct Shared {
     pub demand: Option<Demand>,
     /// Addresses of workloads that have only names.
     pub names: Names,
+    /// Cancelled when connections may be accepted: until then they wait in the queues of the listeners.
+    pub open: CancellationToken,
+    /// Tracks the listeners: it is empty when all are closed.
+    pub listening: TaskTracker,
 }
 
 /// The pod that a proxy serves.
@@ -191,6 +202,8 @@ pub struct PodContext {
     pub addresses: Vec<IpAddr>,
     /// Whether it is refused to speak in plain; [`PodProxy::set_strict`] changes it.
     pub strict: bool,
+    /// Listeners that another agent has handed over, on ports 15001, 15006 and 15008; without them they are made.
+    pub listeners: Option<[OwnedFd; 3]>,
 }
 
 /// The proxy of one pod: its listeners and its connections.
@@ -199,6 +212,8 @@ pub struct PodProxy {
     outbound: Listener,
     inbound: Listener,
     hbone: Listener,
+    /// The listeners are from another agent.
+    inherited: bool,
     residence: Option<Residence>,
     /// A proxy that is dropped, rather than stopped, ends as well, though nobody waits for it.
     ended: DropGuard,
@@ -252,16 +267,20 @@ struct Pod {
 }
 
 impl PodProxy {
-    /// Binds the listeners in the pod's namespace and begins to accept. Must be called within a tokio runtime.
+    /// Binds the listeners in the pod's namespace, or takes those that are given, and begins to accept. Must be called within a tokio
+    /// runtime.
     ///
     /// # Errors
     /// When a port is taken, the namespace cannot be entered, or a right is missing; nothing is left behind then.
-    pub fn start(shared: Arc<Shared>, pod: PodContext) -> Result<Self, StartError> {
+    pub fn start(shared: Arc<Shared>, mut pod: PodContext) -> Result<Self, StartError> {
         let marks = shared.redirector.marks();
-        let bind = |port, mark| bind(&shared, &pod.netns, port, mark);
-        let outbound = bind(PORT_OUTBOUND, marks.outbound_listener)?;
-        let inbound = bind(PORT_INBOUND, marks.inbound_listeners)?;
-        let hbone = bind(PORT_HBONE, marks.inbound_listeners)?;
+        let listeners = pod.listeners.take();
+        let inherited = listeners.is_some();
+        let mut given = listeners.into_iter().flatten();
+        let mut listen = |port, mark| listen(&shared, &pod.netns, port, mark, given.next());
+        let outbound = listen(PORT_OUTBOUND, marks.outbound_listener)?;
+        let inbound = listen(PORT_INBOUND, marks.inbound_listeners)?;
+        let hbone = listen(PORT_HBONE, marks.inbound_listeners)?;
 
         let pod = Pod::new(shared, pod);
         if pod.asker.is_some() {
@@ -274,6 +293,7 @@ impl PodProxy {
             outbound: Listener::start(&pod, outbound, Direction::Outbound, outbound::connection),
             inbound: Listener::start(&pod, inbound, Direction::Inbound, passthrough::connection),
             hbone: Listener::start(&pod, hbone, Direction::Inbound, inbound::connection),
+            inherited,
             // Last: it is found by others from here on.
             residence: Residence::of(&pod),
             pod,
@@ -286,6 +306,7 @@ impl PodProxy {
             outbound: self.outbound.as_fd(),
             inbound: self.inbound.as_fd(),
             hbone: self.hbone.as_fd(),
+            inherited: self.inherited,
         }
     }
 
@@ -305,6 +326,7 @@ impl PodProxy {
             hbone,
             residence,
             ended,
+            ..
         } = self;
         pod.drain.cancel();
         drop(residence);
@@ -322,9 +344,18 @@ impl PodProxy {
     }
 }
 
-fn bind(shared: &Shared, netns: &Netns, port: u16, mark: Option<Mark>) -> Result<TcpListener, StartError> {
+fn listen(
+    shared: &Shared,
+    netns: &Netns,
+    port: u16,
+    mark: Option<Mark>,
+    given: Option<OwnedFd>,
+) -> Result<TcpListener, StartError> {
     let listener = || -> std::io::Result<TcpListener> {
-        let socket = netns.run(|| socket::bound(port, mark, shared.config.ipv6))??;
+        let socket = match given {
+            Some(given) => socket::inherited(given, port)?,
+            None => netns.run(|| socket::bound(port, mark, shared.config.ipv6))??,
+        };
         shared.redirector.own_socket(socket.as_fd())?;
         TcpListener::from_std(socket::listen(socket, shared.config.keepalive)?)
     };
@@ -343,6 +374,7 @@ impl Pod {
             netns,
             addresses,
             strict,
+            listeners: _,
         } = pod;
         let (tunnels, kill) = (TaskTracker::new(), CancellationToken::new());
         let pool = Pool::new(
@@ -418,6 +450,9 @@ impl Pod {
             Ok(Err(error)) => Some(failure::handshake_reason(error)),
             Err(_) => Some("timeout"),
         };
+        if failed == Some(failure::PEER_REVOKED) {
+            self.shared.metrics.revoked(direction);
+        }
         let handshakes = &self.shared.metrics.handshakes;
         handshakes.over(direction, began.elapsed(), failed);
     }

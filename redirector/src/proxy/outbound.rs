@@ -28,6 +28,7 @@ use super::{
     dial,
     draw::Draw,
     failure::{Failure, Flag},
+    flows::Redirect,
     hbone::{
         client::{self, Dialled, Stream},
         nested::{self, StreamIo},
@@ -98,6 +99,14 @@ impl Failure for Error {
             _ => Flag::Connect,
         }
     }
+
+    fn advice(&self) -> Option<&'static str> {
+        match self {
+            Self::Inner { source, .. } => source.advice(),
+            Self::Tunnel(error) => error.advice(),
+            _ => None,
+        }
+    }
 }
 
 /// What the application is connected to.
@@ -147,14 +156,18 @@ pub(super) async fn connection(pod: Arc<Pod>, application: TcpStream, peer: Sock
 async fn open(pod: &Pod, application: &Leg, peer: SocketAddr, record: &mut Record) -> Result<Way, Error> {
     // The listener is open to all that reach the pod; the pod's identity is for the pod alone, and those for whom it answers.
     let rerouted = || pod.shared.redirector.is_rerouted(application.as_fd());
-    if !pod.has_address(peer.ip()) && !rerouted().unwrap_or(false) {
-        return Err(Error::Stranger(peer));
-    }
+    let redirect = match pod.has_address(peer.ip()) {
+        true => Redirect::Outbound,
+        false if rerouted().unwrap_or(false) => Redirect::Rerouted,
+        false => return Err(Error::Stranger(peer)),
+    };
     let destination = pod.shared.redirector.original_dst(application.as_fd());
     let destination = destination.map_err(Error::OriginalDst)?;
     let facts = record.facts();
+    facts.original_dst = Some(destination);
     facts.dst = Some(destination);
     facts.source = pod.own_party();
+    facts.redirect = Some(redirect);
     let mut draw = Draw::default();
     let route = loop {
         match decided(pod, peer, destination, &mut draw).await {
@@ -241,6 +254,7 @@ async fn hbone(pod: &Pod, peer: SocketAddr, route: HboneRoute, record: &mut Reco
         tunnel: route.tunnel,
     };
     let mut stream = pod.pool.open(&key, &request, || dial_tunnel(pod, &route)).await?;
+    record.in_tunnel(stream.fate());
     // Not to be held as long as the connection; here they tell nothing that is not known.
     stream.headers = HeaderMap::new();
     let Some(expected) = &route.inner else {

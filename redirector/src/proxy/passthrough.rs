@@ -11,6 +11,7 @@ use super::{
     copy::Leg,
     dial,
     failure::{Failure, Flag},
+    flows::Redirect,
     metrics::Reason,
     plaintext,
     record::{Direction, Record, Security},
@@ -83,7 +84,9 @@ async fn open(
 ) -> Result<(Leg, Admitted), Refused> {
     let destination = pod.shared.redirector.original_dst(client.as_fd());
     let destination = destination.map_err(Refused::OriginalDst)?;
-    record.facts().dst = Some(destination);
+    let facts = record.facts();
+    facts.dst = Some(destination);
+    facts.redirect = Some(Redirect::Inbound);
     if !route::passthrough_allowed(&pod.mesh(), pod.local(), destination) {
         return Err(Refused::NotInPlain(destination));
     }

@@ -40,15 +40,20 @@ impl Failure for Refused {
 #[derive(Debug, Default)]
 pub(super) struct Bytes {
     family: Family<Labels, Counter>,
-    /// How many proxies there are of a pod's name: one that is being stopped and its successor may meet.
-    holders: Mutex<HashMap<(String, String), usize>>,
+    /// How many proxies there are of a pod: one that is being stopped and its successor may meet.
+    holders: Mutex<HashMap<Key, usize>>,
 }
+
+/// Namespace, name and UID.
+type Key = [String; 3];
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Labels {
     namespace: String,
     pod: String,
     direction: Opened,
+    pod_name: String,
+    uid: String,
 }
 
 /// Who opened the connections.
@@ -70,25 +75,27 @@ impl Bytes {
     }
 }
 
-fn labels(key: &(String, String)) -> [Labels; 2] {
+fn labels([namespace, name, uid]: &Key) -> [Labels; 2] {
     [Opened::inbound, Opened::outbound].map(|direction| Labels {
-        namespace: key.0.clone(),
-        pod: key.1.clone(),
+        namespace: namespace.clone(),
+        pod: name.clone(),
         direction,
+        pod_name: name.clone(),
+        uid: uid.clone(),
     })
 }
 
 /// A pod's share in [`Bytes`]. Its series are there from the beginning, so that none is proven by a zero, and go with it.
 struct Series {
     metrics: Arc<Metrics>,
-    key: (String, String),
+    key: Key,
     inbound: Counter,
     outbound: Counter,
 }
 
 impl Series {
     fn of(metrics: Arc<Metrics>, pod: &PodInfo) -> Self {
-        let key = (pod.namespace.clone(), pod.name.clone());
+        let key = [pod.namespace.clone(), pod.name.clone(), pod.uid.to_string()];
         let bytes = &metrics.plaintext;
         let mut holders = bytes.holders.lock().unwrap_or_else(PoisonError::into_inner);
         *holders.entry(key.clone()).or_default() += 1;
@@ -198,7 +205,7 @@ mod tests {
         let metrics = Arc::new(Metrics::default());
         let line = |name: &str, direction: &str, bytes: u64| {
             format!(
-                "redirector_plaintext_bytes_total{{namespace=\"shop\",pod=\"{name}\",direction=\"{direction}\"}} {bytes}"
+                "redirector_plaintext_bytes_total{{namespace=\"shop\",pod=\"{name}\",direction=\"{direction}\",pod_name=\"{name}\",uid=\"u-1\"}} {bytes}"
             )
         };
         let old = Plaintext::new(metrics.clone(), &pod("db-0"), false);

@@ -1,7 +1,7 @@
-//! One record per connection: counts it, and writes its access line when it ends, however it ends.
+//! One record per connection: counts it, and has its access line written when it ends, however it ends.
 //!
-//! Field names are Istio's. Bytes are as the local pod sees them: sent by its application, received by it. The metrics count
-//! by the direction of the request, as Istio's do.
+//! Bytes are as the local pod sees them: sent by its application, received by it. The metrics count by the direction of the request, as
+//! Istio's do.
 
 use std::{
     error::Error,
@@ -13,12 +13,11 @@ use std::{
 };
 
 use prometheus_client::metrics::counter::Counter;
-use tracing::field;
 
 use super::{
     connections::{Admitted, Entry},
     copy::{Cut, Meter},
-    failure::{Failure, Flag},
+    failure::{Failure, Fate, Flag},
     flows::{Facts, Flow, Flows, Open},
     metrics::{Metrics, Reason},
     plaintext::{self, Plaintext},
@@ -132,6 +131,8 @@ pub(crate) struct Record {
     pub(super) admitted: Option<Arc<Entry>>,
     /// Where the pod's bytes in plain are counted; `None` of what is not in plain over the wire.
     pub(crate) plain: Option<Arc<Plaintext>>,
+    /// Of the tunnel that it is in.
+    fate: Option<Arc<Fate>>,
     end: End,
 }
 
@@ -184,6 +185,7 @@ impl Record {
             flow: recorder.flows.begin(recorder.pod.clone(), direction, src),
             admitted: None,
             plain: None,
+            fate: None,
             end: End::Open,
         })
     }
@@ -221,6 +223,11 @@ impl Record {
         }
     }
 
+    /// It shares the fate of a tunnel.
+    pub(crate) fn in_tunnel(&mut self, fate: Arc<Fate>) {
+        self.fate = Some(fate);
+    }
+
     /// It is known where the connection goes. Before that it is not counted, as by Istio.
     pub(crate) fn open(&mut self, security: Security) {
         let direction = self.flow.direction;
@@ -246,17 +253,7 @@ impl Record {
         let flow = Arc::get_mut(&mut self.flow);
         flow.expect("a connection is opened once").open = Some(open);
         self.recorder.flows.enter(&self.flow);
-        let facts = self.known();
-        tracing::event!(
-            target: "access",
-            tracing::Level::DEBUG,
-            src.addr = %self.flow.src,
-            dst.addr = facts.dst.map(field::display),
-            dst.hbone_addr = facts.hbone_dst,
-            direction = direction.as_str(),
-            same_node = facts.same_node.then_some(true),
-            "connection opened"
-        );
+        self.recorder.metrics.access_log.opened(&self.flow);
     }
 
     /// Counters of the bytes that the local pod sends and receives. The connection must be [open](Self::open).
@@ -283,15 +280,32 @@ impl Record {
     /// It did not come about.
     pub(crate) fn fail(mut self, error: &dyn Failure) {
         self.decided_by(error.policy());
-        self.end = End::Failed(error.flag(), chain(error));
+        let text = match error.advice() {
+            None => chain(error),
+            Some(advice) => format!("{} ({advice})", chain(error)),
+        };
+        self.end = End::Failed(error.flag(), text);
     }
 
     /// It was copied, and ended so.
     pub(crate) fn end(mut self, result: Result<(), Cut>) {
-        self.end = match result.err().and_then(Cut::failure) {
-            None => End::Closed,
-            Some(error) => End::Failed(error.flag(), chain(&error)),
+        self.end = match result {
+            Ok(()) => End::Closed,
+            Err(cut) => self.revoked().unwrap_or_else(|| match cut.failure() {
+                None => End::Closed,
+                Some(error) => End::Failed(error.flag(), chain(&error)),
+            }),
         };
+    }
+
+    /// The end that it has with its tunnel, if that is closed for a revocation.
+    fn revoked(&self) -> Option<End> {
+        let why = self.fate.as_ref()?.revoked()?;
+        self.recorder.metrics.revoked(self.flow.direction);
+        Some(End::Failed(
+            Flag::Revoked,
+            format!("closed by a revocation: {why}"),
+        ))
     }
 
     /// How it ended, if not as a connection should.
@@ -300,6 +314,9 @@ impl Record {
             End::Closed | End::Tunnel => None,
             End::Failed(flag, error) => Some((flag, error)),
             End::Open => {
+                if let Some(End::Failed(flag, error)) = self.revoked() {
+                    return Some((flag, error));
+                }
                 let denied = self.admitted.as_ref().and_then(|entry| entry.denied());
                 let refused = self.plain.as_ref().is_some_and(|plain| plain.is_refused());
                 if denied.is_none() && refused {
@@ -326,53 +343,13 @@ impl Drop for Record {
         };
         let (flow, metrics) = (&self.flow, &self.recorder.metrics);
         self.recorder.flows.end(flow, flag, error.clone());
-        let (facts, error) = (&flow.facts, error.as_deref());
-        let Some(open) = &flow.open else {
-            metrics.denied.inc();
-            tracing::event!(
-                target: "access",
-                tracing::Level::WARN,
-                src.addr = %flow.src,
-                dst.addr = facts.dst.map(field::display),
-                direction = flow.direction.as_str(),
-                error,
-                "connection failed"
-            );
-            return;
-        };
-        open.series.end(flag);
-        let destination = flow.destination();
-        // The level is part of a call's static data, so the line is written out once for each.
-        macro_rules! complete {
-            ($level:ident) => {
-                tracing::event!(
-                    target: "access",
-                    tracing::Level::$level,
-                    src.addr = %flow.src,
-                    src.workload = facts.source.workload.as_deref(),
-                    src.namespace = facts.source.namespace.as_deref(),
-                    src.identity = facts.source.identity.as_ref().map(field::display),
-                    dst.addr = facts.dst.map(field::display),
-                    dst.hbone_addr = facts.hbone_dst,
-                    dst.service = facts.service.as_ref().map(|service| field::display(&service.host.hostname)),
-                    dst.workload = destination.workload.as_deref(),
-                    dst.namespace = destination.namespace.as_deref(),
-                    dst.identity = destination.identity.as_ref().map(field::display),
-                    direction = flow.direction.as_str(),
-                    same_node = facts.same_node.then_some(true),
-                    bytes_sent = open.sent.bytes(),
-                    bytes_recv = open.received.bytes(),
-                    duration = %format_args!("{}ms", flow.elapsed().as_millis()),
-                    error,
-                    "connection complete"
-                )
-            };
+        match &flow.open {
+            Some(open) => open.series.end(flag),
+            None => {
+                metrics.denied.inc();
+            }
         }
-        if error.is_none() {
-            complete!(INFO)
-        } else {
-            complete!(ERROR)
-        }
+        metrics.access_log.ended(flow, flag, error.as_deref());
     }
 }
 
@@ -456,6 +433,40 @@ mod tests {
                 text.contains("redirector_connections_denied_total 0"),
                 "{name}: {text}"
             );
+        }
+    }
+
+    #[test]
+    fn what_is_in_a_tunnel_that_is_closed_for_a_revocation_says_so() {
+        let reset = || Cut::Remote(io::ErrorKind::ConnectionReset.into());
+        for (name, is_told, act) in [
+            ("cut off", true, Box::new(drop) as Box<dyn FnOnce(Box<Record>)>),
+            ("reset", true, Box::new(move |record| record.end(Err(reset())))),
+            ("over before", false, Box::new(|record| record.end(Ok(())))),
+        ] {
+            let metrics = Arc::new(Metrics::default());
+            let flows = Arc::<Flows>::default();
+            let recorder = Recorder::new(metrics.clone(), flows.clone(), &info("web"));
+            let mut record = Record::new(&recorder, Direction::Inbound, "10.1.2.3:4".parse().unwrap());
+            let fate = Arc::<Fate>::default();
+            record.in_tunnel(fate.clone());
+            record.open(Security::MutualTls);
+            fate.revoke(&io::Error::other("on a list"));
+            act(record);
+            let ended = serde_json::to_value(flows.ended(None, 1)).unwrap();
+            let ended = &ended["flows"][0];
+            let (flag, error) = match is_told {
+                true => ("CERT_REVOKED", "closed by a revocation: on a list".into()),
+                false => ("-", serde_json::Value::Null),
+            };
+            assert_eq!(
+                (&ended["responseFlags"], &ended["error"]),
+                (&flag.into(), &error),
+                "{name}"
+            );
+            let rejected = super::super::metrics::text(&metrics);
+            let line = "istio_crl_policy_rejections_total{reporter=\"destination\"} 1";
+            assert_eq!(rejected.contains(line), is_told, "{name}: {rejected}");
         }
     }
 

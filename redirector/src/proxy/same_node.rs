@@ -21,6 +21,7 @@ use super::{
     Pod,
     connections::Admitted,
     copy::{self, Cut, Leg, Meter},
+    failure::Fate,
     hbone::client,
     inbound::{self, Tunnel},
     metrics::Reason,
@@ -254,12 +255,23 @@ pub(super) async fn join(
     let _stays = neighbour.stays;
     let server = neighbour.server;
     let (mut of_client, mut of_server) = neighbour.proofs;
-    let joined = joined(&server, neighbour.destination, client, application, peer, record);
+    let fate = Arc::<Fate>::default();
+    let joined = joined(
+        &server,
+        neighbour.destination,
+        client,
+        application,
+        (peer, fate.clone()),
+        record,
+    );
     let revoked = async {
-        tokio::select! {
+        let error = tokio::select! {
             error = of_client.revoked() => error,
             error = of_server.revoked() => error,
-        }
+        };
+        // Before both records are dropped.
+        fate.revoke(&error);
+        error
     };
     // Cut off, both legs are reset, and both records say so.
     tokio::select! {
@@ -274,7 +286,7 @@ async fn joined(
     destination: SocketAddr,
     client: &Pod,
     caller: Leg,
-    peer: SocketAddr,
+    (peer, fate): (SocketAddr, Arc<Fate>),
     mut outbound: Box<Record>,
 ) {
     let identity = client.identity.id().clone();
@@ -283,8 +295,10 @@ async fn joined(
         streams: server.peers.streams_of(&identity),
         identity,
         local: SocketAddr::new(destination.ip(), PORT_HBONE),
+        fate,
     };
     let authority = destination.to_string();
+    outbound.in_tunnel(tunnel.fate.clone());
     outbound.facts().destination.identity = Some(server.identity.id().clone());
     let mut inbound = inbound::record_of(server, &tunnel, authority.clone(), &HeaderMap::new());
     for record in [&mut outbound, &mut inbound] {

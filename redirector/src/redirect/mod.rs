@@ -55,6 +55,8 @@ pub struct Listeners<'a> {
     pub inbound: BorrowedFd<'a>,
     /// Port 15008.
     pub hbone: BorrowedFd<'a>,
+    /// They are from another agent of this node, which has attached the pod to them.
+    pub inherited: bool,
 }
 
 /// Whose listeners take a pod's connections.
@@ -140,6 +142,16 @@ pub trait Redirector: Send + Sync {
 
     /// What the pod's programs have counted; nothing for a backend without programs.
     fn counts(&self, uid: &PodUid) -> Result<Vec<Count>, Error>;
+
+    /// How full its maps are; nothing for a backend without maps.
+    fn occupancy(&self) -> Vec<metrics::Occupancy> {
+        Vec::new()
+    }
+
+    /// What it has put back; `None` for a backend that looks after nothing.
+    fn repairs(&self) -> Option<&metrics::Repairs> {
+        None
+    }
 
     /// Looks who probes the pods from this node, and leaves their connections alone from now on; `None` for a backend that can't
     /// tell. Blocking; to be called before the first pod is attached, and then every few seconds.

@@ -6,7 +6,10 @@
 use std::{io, net::SocketAddr, os::fd::BorrowedFd};
 
 use super::{
-    Attached, Count, Error, Leftovers, Marks, PodNetwork, Redirector, Serving, probers::View, rules::Rules,
+    Attached, Count, Error, Leftovers, Marks, PodNetwork, Redirector, Serving,
+    metrics::{Occupancy, Repairs},
+    probers::View,
+    rules::Rules,
 };
 use crate::{mesh::pod::PodUid, sys::netns::Netns};
 
@@ -106,6 +109,14 @@ impl Redirector for Moved {
 
     fn counts(&self, uid: &PodUid) -> Result<Vec<Count>, Error> {
         self.now.counts(uid)
+    }
+
+    fn occupancy(&self) -> Vec<Occupancy> {
+        self.now.occupancy()
+    }
+
+    fn repairs(&self) -> Option<&Repairs> {
+        self.now.repairs()
     }
 
     fn look_for_probers(&self) -> Result<Option<View>, Error> {

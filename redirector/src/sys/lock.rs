@@ -3,7 +3,10 @@
 use std::{
     fs::{self, File, Metadata, TryLockError},
     io,
-    os::unix::fs::MetadataExt,
+    os::{
+        fd::{AsFd, BorrowedFd, OwnedFd},
+        unix::fs::MetadataExt,
+    },
     path::Path,
 };
 
@@ -11,7 +14,7 @@ use std::{
 /// and a killed process's is gone with it.
 #[derive(Debug)]
 pub struct DirectoryLock {
-    _directory: File,
+    directory: File,
 }
 
 /// Why a directory cannot be locked.
@@ -34,21 +37,69 @@ impl DirectoryLock {
     /// # Errors
     /// [`LockError::Held`] when another process has it; those of open(2) and flock(2).
     pub fn take(path: &Path) -> Result<Self, LockError> {
-        let directory = File::open(path)?;
+        Self::of(File::open(path)?)
+    }
+
+    /// Goes on with the lock of another process, which has handed over its descriptor: the lock is its open file's.
+    ///
+    /// # Errors
+    /// `InvalidData` when it is not the directory at `path`; those of [`Self::take`].
+    pub fn inherited(directory: OwnedFd, path: &Path) -> Result<Self, LockError> {
+        let directory = File::from(directory);
+        let id = |metadata: Metadata| (metadata.dev(), metadata.ino());
+        if id(directory.metadata()?) != id(fs::metadata(path)?) {
+            let problem = "another directory's lock was handed over";
+            return Err(io::Error::new(io::ErrorKind::InvalidData, problem).into());
+        }
+        Self::of(directory)
+    }
+
+    fn of(directory: File) -> Result<Self, LockError> {
         match directory.try_lock() {
-            Ok(()) => Ok(Self {
-                _directory: directory,
-            }),
+            Ok(()) => Ok(Self { directory }),
             Err(TryLockError::WouldBlock) => Err(LockError::Held {
-                holder: holder(&directory.metadata()?),
+                holder: holding_process(&directory.metadata()?),
             }),
             Err(TryLockError::Error(error)) => Err(error.into()),
         }
     }
 }
 
-/// The process that has a file locked; `None` when it is in another PID namespace.
-fn holder(metadata: &Metadata) -> Option<u32> {
+impl AsFd for DirectoryLock {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.directory.as_fd()
+    }
+}
+
+/// Who has a directory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Holder {
+    /// It can be locked.
+    Nobody,
+    /// A process.
+    Process(u32),
+    /// Somebody who cannot be seen from here.
+    Hidden,
+}
+
+/// Who has the directory at `path` locked. Where that cannot be seen it is locked for a moment, which is no hindrance to others who ask.
+///
+/// # Errors
+/// Those of open(2) and flock(2).
+pub fn holder(path: &Path) -> io::Result<Holder> {
+    let directory = File::open(path)?;
+    if let Some(pid) = holding_process(&directory.metadata()?) {
+        return Ok(Holder::Process(pid));
+    }
+    match directory.try_lock_shared() {
+        Ok(()) => Ok(Holder::Nobody),
+        Err(TryLockError::WouldBlock) => Ok(Holder::Hidden),
+        Err(TryLockError::Error(error)) => Err(error),
+    }
+}
+
+/// The process that has a file locked; `None` when it is in another PID namespace, or has handed the lock over and ended.
+fn holding_process(metadata: &Metadata) -> Option<u32> {
     let locks = fs::read_to_string("/proc/locks").ok()?;
     let device = metadata.dev();
     // proc_locks(5): major and minor in hexadecimal, inode in decimal.
@@ -58,7 +109,7 @@ fn holder(metadata: &Metadata) -> Option<u32> {
         libc::minor(device),
         metadata.ino()
     );
-    find_holder(&locks, &file)
+    find_holder(&locks, &file).filter(|pid| Path::new("/proc").join(pid.to_string()).exists())
 }
 
 /// `1: FLOCK  ADVISORY  WRITE 4711 00:1a:5 0 EOF`; a line of one who waits has `->` before the kind.
@@ -88,7 +139,31 @@ mod tests {
                 || error.to_string() == format!("locked by process {own}"),
             "{error}"
         );
+        let seen = holder(directory.path()).unwrap();
+        assert!(
+            matches!(seen, Holder::Hidden) || seen == Holder::Process(own),
+            "{seen:?}"
+        );
         drop(lock);
+        assert_eq!(holder(directory.path()).unwrap(), Holder::Nobody);
+        DirectoryLock::take(directory.path()).unwrap();
+    }
+
+    #[test]
+    fn a_lock_is_handed_over_with_its_descriptor() {
+        let (directory, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let lock = DirectoryLock::take(directory.path()).unwrap();
+        let duplicate = || lock.as_fd().try_clone_to_owned().unwrap();
+        let error = DirectoryLock::inherited(duplicate(), other.path()).unwrap_err();
+        assert!(matches!(error, LockError::System(_)), "{error}");
+        let inherited = DirectoryLock::inherited(duplicate(), directory.path()).unwrap();
+        // One that is not of the same open file does not lock.
+        let stranger = File::open(directory.path()).unwrap().into();
+        let error = DirectoryLock::inherited(stranger, directory.path()).unwrap_err();
+        assert!(matches!(error, LockError::Held { .. }), "{error}");
+        drop(lock);
+        DirectoryLock::take(directory.path()).unwrap_err();
+        drop(inherited);
         DirectoryLock::take(directory.path()).unwrap();
     }
 

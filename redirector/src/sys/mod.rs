@@ -2,6 +2,7 @@
 
 pub mod bpf;
 pub mod cgroups;
+pub mod clock;
 pub mod follow;
 pub mod interfaces;
 pub mod listening;

@@ -1,6 +1,11 @@
 //! What this process may do, and which network namespaces are the node's own.
 
-use std::{fs, io, os::unix::fs::MetadataExt, path::Path, sync::OnceLock};
+use std::{
+    fs, io,
+    os::unix::fs::MetadataExt,
+    path::{Path, PathBuf},
+    sync::OnceLock,
+};
 
 use nix::sys::{
     resource::{RLIM_INFINITY, Resource, getrlimit, setrlimit},
@@ -8,6 +13,11 @@ use nix::sys::{
 };
 
 use super::netns::{Netns, NetnsId};
+
+/// The user as whom this process runs.
+pub fn user() -> u32 {
+    nix::unistd::geteuid().as_raw()
+}
 
 /// The capabilities without which no pod can be captured, by number: include/uapi/linux/capability.h.
 const NEEDED: [(u32, &str); 3] = [(12, "CAP_NET_ADMIN"), (13, "CAP_NET_RAW"), (21, "CAP_SYS_ADMIN")];
@@ -26,6 +36,11 @@ pub fn sysctls() -> &'static str {
     DIRECTORY.get_or_init(|| choose_sysctls(sysctls_are_read_only(), Path::new(NODE_SYSCTLS).is_dir()))
 }
 
+/// Whether they can be set there.
+pub fn switches_can_be_set() -> bool {
+    statvfs(sysctls()).is_ok_and(|found| !found.flags().contains(FsFlags::ST_RDONLY))
+}
+
 fn sysctls_are_read_only() -> bool {
     statvfs(SYSCTLS).is_ok_and(|found| found.flags().contains(FsFlags::ST_RDONLY))
 }
@@ -36,6 +51,17 @@ fn choose_sysctls(read_only: bool, node_is_mounted: bool) -> &'static str {
         NODE_SYSCTLS
     } else {
         SYSCTLS
+    }
+}
+
+/// A switch below /sys that is the whole node's, where this process can write it: container runtimes mount a container's own /sys
+/// read-only, so the node's file may be mounted below /host/sys.
+pub fn sysfs_file(name: &str) -> PathBuf {
+    let node = Path::new("/host/sys").join(name);
+    if node.exists() {
+        node
+    } else {
+        Path::new("/sys").join(name)
     }
 }
 

@@ -14,7 +14,7 @@ use nix::{
     libc,
     sys::socket::{
         AddressFamily, Backlog, ControlMessage, MsgFlags, SockFlag, SockType, UnixAddr, accept4, bind,
-        connect, listen, sendmsg, socket,
+        connect, getsockopt, listen, sendmsg, socket, sockopt,
     },
 };
 use tokio::io::{Interest, unix::AsyncFd};
@@ -65,6 +65,14 @@ impl Seqpacket {
     /// Those of [`Process::peer_of`].
     pub fn peer(&self) -> io::Result<Process> {
         Process::peer_of(self.socket.as_fd())
+    }
+
+    /// The user as whom the process at the other end ran when it connected, or began to listen.
+    ///
+    /// # Errors
+    /// Those of getsockopt(2).
+    pub fn peer_uid(&self) -> io::Result<u32> {
+        Ok(getsockopt(&self.socket, sockopt::PeerCredentials)?.uid())
     }
 
     /// Receives one packet of at most `max_bytes`. Cancel-safe.
@@ -181,6 +189,20 @@ impl Listener {
         register(fd, Interest::READABLE).map(Self)
     }
 
+    /// A listening socket that another process has made, and handed over. Must be called within a tokio runtime.
+    ///
+    /// # Errors
+    /// `InvalidData` when it is something else; those of getsockopt(2).
+    pub fn inherited(fd: OwnedFd) -> io::Result<Self> {
+        let listens = getsockopt(&fd, sockopt::AcceptConn)?
+            && getsockopt(&fd, sockopt::SockType)? == SockType::SeqPacket;
+        if !listens {
+            let problem = "a socket was handed over that does not listen for packets";
+            return Err(io::Error::new(io::ErrorKind::InvalidData, problem));
+        }
+        register(fd, Interest::READABLE).map(Self)
+    }
+
     /// The next connection. Cancel-safe.
     ///
     /// # Errors
@@ -193,6 +215,12 @@ impl Listener {
         // SAFETY: accept4 made the descriptor for this call alone.
         let fd = unsafe { OwnedFd::from_raw_fd(accepted) };
         Seqpacket::from_fd(fd)
+    }
+}
+
+impl AsFd for Listener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
     }
 }
 

@@ -7,7 +7,7 @@
 use std::{
     io,
     net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr},
-    os::fd::{AsFd, BorrowedFd},
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
     time::Duration,
 };
 
@@ -80,6 +80,20 @@ fn bound_to(address: SocketAddr, mark: Option<Mark>) -> io::Result<Socket> {
     }
     set_transparent(&socket, address.ip())?;
     socket.bind(&address.into())?;
+    Ok(socket)
+}
+
+/// A listening socket that another process has made by [`bound`] and [`listen`], and handed over.
+///
+/// # Errors
+/// `InvalidData` when it does not listen on `port`.
+pub fn inherited(socket: OwnedFd, port: u16) -> io::Result<Socket> {
+    let socket = Socket::from(socket);
+    let there = socket.local_addr()?.as_socket().map(|address| address.port());
+    if there != Some(port) || !socket.is_listener()? {
+        let problem = format!("a socket was handed over that does not listen on port {port}");
+        return Err(io::Error::new(io::ErrorKind::InvalidData, problem));
+    }
     Ok(socket)
 }
 

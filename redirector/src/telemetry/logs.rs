@@ -7,7 +7,10 @@ use std::{
     time::SystemTime,
 };
 
-use serde_json::{Map, Value};
+use serde::{
+    Serialize,
+    ser::{SerializeMap, Serializer as _},
+};
 use time::OffsetDateTime;
 use tracing::{
     Event, Level, Subscriber,
@@ -15,7 +18,7 @@ use tracing::{
 };
 use tracing_subscriber::{
     EnvFilter, Registry,
-    fmt::{FmtContext, FormatEvent, FormatFields, format::Writer},
+    fmt::{FmtContext, FormatEvent, FormatFields, MakeWriter, format::Writer},
     layer::SubscriberExt,
     registry::LookupSpan,
     reload,
@@ -101,6 +104,7 @@ impl fmt::Display for Filter {
 #[derive(Debug, Clone)]
 pub struct Control {
     reload: reload::Handle<EnvFilter, Registry>,
+    start: Filter,
 }
 
 impl Control {
@@ -109,17 +113,24 @@ impl Control {
         self.reload.with_current(ToString::to_string).unwrap_or_default()
     }
 
-    /// Logs what `filter` says from now on.
-    pub fn set_filter(&self, filter: &Filter) {
-        // It was parsed before, and the subscriber lives as long as the process.
-        let _ = self.reload.reload(EnvFilter::new(&filter.0));
+    /// Logs what `filter` says from now on; where it says nothing of a module, as before.
+    pub fn add(&self, filter: &Filter) {
+        // Of two directives for one module the later counts. They were parsed before, and the subscriber lives as long as the process.
+        let _ = self
+            .reload
+            .modify(|now| *now = EnvFilter::new(format!("{now},{filter}")));
+    }
+
+    /// Logs what was logged at the start.
+    pub fn reset(&self) {
+        let _ = self.reload.reload(EnvFilter::new(&self.start.0));
     }
 
     /// A control that controls nothing.
     #[cfg(test)]
-    pub(crate) fn detached() -> (Self, impl Sized) {
-        let (layer, reload) = reload::Layer::new(EnvFilter::new("info"));
-        (Self { reload }, layer)
+    pub(crate) fn detached(start: Filter) -> (Self, impl Sized) {
+        let (layer, reload) = reload::Layer::new(EnvFilter::new(&start.0));
+        (Self { reload, start }, layer)
     }
 }
 
@@ -128,15 +139,23 @@ impl Control {
 /// # Errors
 /// When something else in the process has done so before.
 pub fn start(filter: &Filter, format: Format) -> Result<Control, TryInitError> {
+    let (subscriber, control) = subscriber(filter, format, std::io::stderr);
+    subscriber.try_init()?;
+    Ok(control)
+}
+
+/// What writes lines to `writer`.
+pub(crate) fn subscriber<W>(filter: &Filter, format: Format, writer: W) -> (impl Subscriber + use<W>, Control)
+where
+    W: for<'a> MakeWriter<'a> + Send + Sync + 'static,
+{
+    let start = filter.clone();
     let (filter, reload) = reload::Layer::new(EnvFilter::new(&filter.0));
     let lines = tracing_subscriber::fmt::layer()
         .event_format(Line(format))
-        .with_writer(std::io::stderr);
-    tracing_subscriber::registry()
-        .with(filter)
-        .with(lines)
-        .try_init()?;
-    Ok(Control { reload })
+        .with_writer(writer);
+    let subscriber = tracing_subscriber::registry().with(filter).with(lines);
+    (subscriber, Control { reload, start })
 }
 
 struct Line(Format);
@@ -158,22 +177,14 @@ where
         let scope = target.strip_prefix("redirector::").unwrap_or(target);
         match self.0 {
             Format::Plain => {
-                let mut fields = Plain::default();
-                event.record(&mut fields);
-                let Plain { message, fields } = fields;
-                writeln!(
-                    writer,
-                    "{time}\t{level}\t{scope}\t{message}\t{}",
-                    fields.trim_start()
-                )
+                let mut text = Plain::default();
+                event.record(&mut text);
+                let Plain { message, fields } = text;
+                writeln!(writer, "{time}\t{level}\t{scope}\t{message}\t{fields}")
             }
             Format::Json => {
-                let mut fields = Json::default();
-                event.record(&mut fields);
-                for (key, value) in [("level", level), ("time", time.as_str()), ("scope", scope)] {
-                    fields.0.insert(key.to_owned(), value.into());
-                }
-                writeln!(writer, "{}", Value::Object(fields.0))
+                let line = json(event, &[("level", level), ("time", &time), ("scope", scope)]);
+                writeln!(writer, "{}", line.map_err(|_| fmt::Error)?)
             }
         }
     }
@@ -204,6 +215,7 @@ pub fn timestamp(now: SystemTime) -> String {
     )
 }
 
+/// `key=value`, with spaces between; texts are quoted.
 #[derive(Default)]
 struct Plain {
     message: String,
@@ -212,40 +224,88 @@ struct Plain {
 
 impl Visit for Plain {
     fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
-        // A text from outside must not start a line of its own.
-        let text = format!("{value:?}").replace('\n', "\\n").replace('\t', " ");
-        match field.name() {
-            "message" => self.message = text,
+        // Writing to a String does not fail.
+        let _ = match field.name() {
+            "message" => write!(OneLine(&mut self.message), "{value:?}"),
             name => {
-                let _ = write!(self.fields, " {name}={text}");
+                let gap = if self.fields.is_empty() { "" } else { " " };
+                write!(OneLine(&mut self.fields), "{gap}{name}={value:?}")
             }
+        };
+    }
+}
+
+/// A text from outside must not start a line or a column of its own, nor speak to a terminal.
+struct OneLine<'a>(&'a mut String);
+
+impl fmt::Write for OneLine<'_> {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        if !text.contains(char::is_control) {
+            self.0.push_str(text);
+            return Ok(());
+        }
+        for c in text.chars() {
+            match c.is_control() {
+                true => self.0.extend(c.escape_default()),
+                false => self.0.push(c),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// An object of `first`, the message, and the event's fields, in this order.
+fn json(event: &Event<'_>, first: &[(&str, &str)]) -> Result<String, serde_json::Error> {
+    let mut line = Vec::with_capacity(512);
+    let mut serializer = serde_json::Serializer::new(&mut line);
+    let mut map = serializer.serialize_map(None)?;
+    for (key, value) in first {
+        map.serialize_entry(key, value)?;
+    }
+    let mut fields = Json { map, result: Ok(()) };
+    event.record(&mut fields);
+    fields.result?;
+    fields.map.end()?;
+    // It is JSON.
+    Ok(String::from_utf8(line).unwrap_or_default())
+}
+
+struct Json<M: SerializeMap> {
+    map: M,
+    result: Result<(), M::Error>,
+}
+
+impl<M: SerializeMap> Json<M> {
+    fn entry(&mut self, field: &Field, value: &(impl Serialize + ?Sized)) {
+        if self.result.is_ok() {
+            self.result = self.map.serialize_entry(field.name(), value);
         }
     }
 }
 
-#[derive(Default)]
-struct Json(Map<String, Value>);
-
-impl Visit for Json {
+impl<M: SerializeMap> Visit for Json<M> {
     fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
-        self.0
-            .insert(field.name().to_owned(), format!("{value:?}").into());
+        self.entry(field, &format_args!("{value:?}"));
     }
 
     fn record_str(&mut self, field: &Field, value: &str) {
-        self.0.insert(field.name().to_owned(), value.into());
+        self.entry(field, value);
     }
 
     fn record_u64(&mut self, field: &Field, value: u64) {
-        self.0.insert(field.name().to_owned(), value.into());
+        self.entry(field, &value);
     }
 
     fn record_i64(&mut self, field: &Field, value: i64) {
-        self.0.insert(field.name().to_owned(), value.into());
+        self.entry(field, &value);
+    }
+
+    fn record_f64(&mut self, field: &Field, value: f64) {
+        self.entry(field, &value);
     }
 
     fn record_bool(&mut self, field: &Field, value: bool) {
-        self.0.insert(field.name().to_owned(), value.into());
+        self.entry(field, &value);
     }
 }
 
@@ -256,6 +316,8 @@ mod tests {
         sync::{Arc, Mutex},
         time::Duration,
     };
+
+    use serde_json::Value;
 
     use super::*;
 
@@ -276,12 +338,11 @@ mod tests {
     fn logged(format: Format) -> String {
         let sink = Sink::default();
         let writer = sink.clone();
-        let lines = tracing_subscriber::fmt::layer()
-            .event_format(Line(format))
-            .with_writer(move || writer.clone());
+        let subscriber = subscriber(&Filter::default(), format, move || writer.clone()).0;
         let address = std::net::SocketAddr::from(([10, 0, 0, 1], 5));
-        tracing::subscriber::with_default(tracing_subscriber::registry().with(lines), || {
-            tracing::info!(target: "access", { src.addr = %address, bytes = 7_u64, text = "a\nb" }, "done");
+        tracing::subscriber::with_default(subscriber, || {
+            let told = "x\ny\t\u{1b}[2J";
+            tracing::info!(target: "access", { src.addr = %address, bytes = 7_u64, text = "a\nb", %told }, "done");
         });
         let bytes = sink.0.lock().unwrap().clone();
         String::from_utf8(bytes).unwrap()
@@ -294,13 +355,19 @@ mod tests {
         assert_eq!(time.len(), "2026-01-05T10:11:12.345678Z".len());
         assert_eq!(
             rest,
-            "info\taccess\tdone\tsrc.addr=10.0.0.1:5 bytes=7 text=\"a\\nb\"\n"
+            "info\taccess\tdone\tsrc.addr=10.0.0.1:5 bytes=7 text=\"a\\nb\" told=x\\ny\\t\\u{1b}[2J\n"
         );
     }
 
     #[test]
     fn json_lines_are_objects() {
-        let value: Value = serde_json::from_str(&logged(Format::Json)).unwrap();
+        let line = logged(Format::Json);
+        let order = [
+            "level", "time", "scope", "message", "src.addr", "bytes", "text", "told",
+        ];
+        let places = order.map(|key| line.find(&format!("\"{key}\":")).unwrap());
+        assert!(places.is_sorted(), "{line}");
+        let value: Value = serde_json::from_str(&line).unwrap();
         assert_eq!(value["level"], "info");
         assert_eq!(value["scope"], "access");
         assert_eq!(value["message"], "done");

@@ -39,7 +39,7 @@ pub(crate) struct Arguments {
     /// Attach with clsact filters
     #[arg(long)]
     force_clsact: bool,
-    /// What to compare [default: everything]
+    /// What to compare [default: all but silent]
     #[arg(long, value_enum, value_delimiter = ',')]
     modes: Vec<Mode>,
     /// How much of everything: `tiny` shows only that the benchmark works
@@ -124,7 +124,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
         ..Options::default()
     };
     let modes: BTreeSet<Mode> = match arguments.modes.as_slice() {
-        [] => Mode::value_variants().iter().copied().collect(),
+        [] => Mode::BY_DEFAULT.into(),
         modes => modes.iter().copied().collect(),
     };
     let machine = Machine::now();

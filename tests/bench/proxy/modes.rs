@@ -16,6 +16,8 @@ pub(crate) enum Mode {
     Hbone,
     /// Through the agent, which joins both pods' ends (--same-node-direct)
     SameNode,
+    /// Over HBONE, by an agent that has no access log: what that costs
+    Silent,
 }
 
 impl Compared for Mode {
@@ -25,6 +27,7 @@ impl Compared for Mode {
             Self::Plain => "plain",
             Self::Hbone => "HBONE",
             Self::SameNode => "same node",
+            Self::Silent => "HBONE, no access log",
         }
     }
 
@@ -34,11 +37,15 @@ impl Compared for Mode {
             Self::Plain => (0xe6, 0x9f, 0x00),
             Self::Hbone => (0x00, 0x5a, 0xa0),
             Self::SameNode => (0x00, 0x9e, 0x73),
+            Self::Silent => (0xcc, 0x79, 0xa7),
         }
     }
 }
 
 impl Mode {
+    /// Those of the page in docs/benchmarks.
+    pub(crate) const BY_DEFAULT: [Self; 4] = [Self::Direct, Self::Plain, Self::Hbone, Self::SameNode];
+
     /// A node with an agent and two pods between which it goes this way.
     pub(crate) fn mesh(self, mut options: Options) -> Mesh {
         match self {
@@ -47,6 +54,11 @@ impl Mode {
             Self::Hbone => Mesh::hbone(options),
             Self::SameNode => {
                 options.arguments.push("--same-node-direct".to_owned());
+                Mesh::hbone(options)
+            }
+            Self::Silent => {
+                let arguments = ["--log-level", "info,access=off"];
+                options.arguments.extend(arguments.map(str::to_owned));
                 Mesh::hbone(options)
             }
         }

@@ -3,8 +3,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs,
-    io::Write,
-    path::{Path, PathBuf},
+    path::Path,
     process::{Command, Stdio},
     time::Duration,
 };
@@ -12,6 +11,7 @@ use std::{
 use redirector_common::consts::PORT_HBONE;
 use redirector_tests::{
     agent::binary,
+    chart::{self, items, rights, text},
     envoy::python,
     netns::{Directory, unique_prefix},
     process,
@@ -19,57 +19,20 @@ use redirector_tests::{
 use serde_json::{Map, Value, json};
 
 use crate::{
-    objects::{items, only, parse, text},
-    ways::{NETNS, PROC, WAYS, Way},
+    objects::{only, parse},
+    ways::{NETNS, PROC, RCU_EXPEDITED, WAYS, Way},
 };
 
 /// Where the agent's own files are, in its container.
 const CONFIG: &str = "/etc/redirector/config";
 const DEADLINE: Duration = Duration::from_secs(60);
 
-/// What came of some values.
-struct Rendered {
-    objects: Vec<String>,
-    lint: Vec<Value>,
-}
-
-fn script() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("peers/chart.py")
-}
-
-fn render_or_why(values: &Value) -> Result<Rendered, String> {
-    let mut helm = Command::new(python());
-    helm.arg(script()).stdin(Stdio::piped()).stdout(Stdio::piped());
-    let mut helm = helm.spawn().expect("Python starts");
-    let asked = json!([values]).to_string();
-    let mut stdin = helm.stdin.take().expect("it is a pipe");
-    stdin.write_all(asked.as_bytes()).unwrap();
-    drop(stdin);
-    let output = helm.wait_with_output().expect("Python ends");
-    assert!(
-        output.status.success(),
-        "{}",
-        String::from_utf8_lossy(&output.stdout)
-    );
-    let mut answer: Value = serde_json::from_slice(&output.stdout).expect("JSON");
-    let answer = answer[0].take();
-    match answer["error"].as_str() {
-        Some(error) => Err(error.to_owned()),
-        None => Ok(Rendered {
-            objects: items(&answer["objects"])
-                .map(|object| text(object).to_owned())
-                .collect(),
-            lint: items(&answer["lint"]).cloned().collect(),
-        }),
-    }
-}
-
 /// The objects that values give.
 ///
 /// # Panics
 /// When there are none, or Helm's linter or the strict reader minds something.
 pub(crate) fn render(values: &Value) -> Vec<Value> {
-    let rendered = render_or_why(values).unwrap_or_else(|error| panic!("{error}\n{values:#}"));
+    let rendered = chart::render(values).unwrap_or_else(|error| panic!("{error}\n{values:#}"));
     // 2 is a warning.
     let minded = rendered
         .lint
@@ -270,8 +233,11 @@ fn mounts_are_used(way: &Way, pod: &Value, container: &Value, config: &Value) {
         let (name, at) = (text(&mount["name"]), text(&mount["mountPath"]));
         if let Some(path) = volumes[name]["hostPath"]["path"].as_str() {
             node_paths.insert(path.to_owned());
-            // As on the node, so that a path means the same in both; but a container's /proc is its own.
-            let expected = if path == PROC { "/host/proc" } else { path };
+            // As on the node, so that a path means the same in both; but a container's /proc and /sys are its own.
+            let expected = match path {
+                PROC | RCU_EXPEDITED => format!("/host{path}"),
+                _ => path.to_owned(),
+            };
             assert_eq!(at, expected);
         } else {
             assert_eq!(mount["readOnly"], true, "{mount}");
@@ -341,38 +307,11 @@ fn ports_are_the_agents(objects: &[Value], daemonset: &Value, container: &Value,
         match text(&object["kind"]) {
             "Service" => assert_eq!(object["spec"]["ports"][0]["port"], metrics),
             "PodMonitor" => assert_eq!(object["spec"]["podMetricsEndpoints"][0]["port"], "metrics"),
+            "PrometheusRule" => assert!(items(&object["spec"]["groups"][0]["rules"]).count() > 8),
             "NetworkPolicy" => assert_eq!(object["spec"]["ingress"][0]["ports"][0]["port"], PORT_HBONE),
             _ => {}
         }
     }
-}
-
-/// What the roles grant, as `VERB RESOURCE`, or with the one name that it is for.
-fn rights(objects: &[Value]) -> BTreeSet<String> {
-    let mut rights = BTreeSet::new();
-    let roles = objects
-        .iter()
-        .filter(|object| text(&object["kind"]).ends_with("Role"));
-    for rule in roles.flat_map(|role| items(&role["rules"])) {
-        let names: Vec<_> = items(&rule["resourceNames"])
-            .map(|name| format!(" {}", text(name)))
-            .collect();
-        let names = if names.is_empty() {
-            vec![String::new()]
-        } else {
-            names
-        };
-        for verb in items(&rule["verbs"]) {
-            for resource in items(&rule["resources"]) {
-                rights.extend(
-                    names
-                        .iter()
-                        .map(|name| format!("{} {}{name}", text(verb), text(resource))),
-                );
-            }
-        }
-    }
-    rights
 }
 
 pub(crate) fn agents_have_the_rights_that_the_way_needs() {
@@ -405,7 +344,7 @@ pub(crate) fn agents_have_the_rights_that_the_way_needs() {
 pub(crate) fn the_manifest_is_the_chart_with_its_defaults() {
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/manifests/redirector.yaml");
     let output = Command::new(python())
-        .arg(script())
+        .arg(chart::script())
         .arg("--manifest")
         .output()
         .unwrap();
@@ -523,7 +462,7 @@ pub(crate) fn contradictions_are_refused() {
             "terminationGracePeriodSeconds",
         ),
     ] {
-        match render_or_why(&values) {
+        match chart::render(&values) {
             Ok(_) => panic!("{values} is taken"),
             Err(error) => assert!(error.contains(says), "{values}: {error}"),
         }

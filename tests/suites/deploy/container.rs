@@ -16,6 +16,7 @@ use nix::sys::signal::Signal;
 use redirector_tests::{
     agent::binary,
     app::{self, App},
+    chart::{items, text},
     cni,
     mesh::PORT,
     netns::unique_prefix,
@@ -28,7 +29,7 @@ use serde_json::{Value, json};
 
 use crate::{
     chart::{capabilities, environment, render},
-    objects::{items, only, text},
+    objects::only,
 };
 
 /// What `runtime-spec/config-linux.md` calls `maskedPaths` and `readonlyPaths`, as containerd and CRI-O give them to containers that are
@@ -119,7 +120,7 @@ impl Ground {
     /// Where a path of the node is: the kernel's own are the machine's.
     fn of_node(&self, path: &str) -> PathBuf {
         match path {
-            "/proc" | "/sys/fs/cgroup" => path.into(),
+            "/proc" | "/sys/fs/cgroup" | "/sys/kernel/rcu_expedited" => path.into(),
             "/var/run/netns" => "/run/netns".into(),
             _ => self
                 .node

@@ -9,6 +9,7 @@ use k8s_openapi::api::{
     networking::v1::NetworkPolicy,
     rbac::v1::{ClusterRole, ClusterRoleBinding, Role, RoleBinding},
 };
+use redirector_tests::chart::text;
 use serde::{Serialize, de::DeserializeOwned};
 use serde_json::Value;
 
@@ -27,6 +28,39 @@ struct PodMonitor {
 struct PodMonitorSpec {
     selector: k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector,
     pod_metrics_endpoints: Vec<BTreeMap<String, String>>,
+}
+
+#[derive(serde::Serialize, serde::Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "camelCase")]
+struct PrometheusRule {
+    api_version: String,
+    kind: String,
+    metadata: k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta,
+    spec: RuleGroups,
+}
+
+#[derive(serde::Serialize, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RuleGroups {
+    groups: Vec<RuleGroup>,
+}
+
+#[derive(serde::Serialize, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RuleGroup {
+    name: String,
+    rules: Vec<Rule>,
+}
+
+#[derive(serde::Serialize, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Rule {
+    alert: String,
+    expr: String,
+    #[serde(rename = "for", skip_serializing_if = "Option::is_none")]
+    lasting: Option<String>,
+    labels: BTreeMap<String, String>,
+    annotations: BTreeMap<String, String>,
 }
 
 /// The objects of some text.
@@ -61,6 +95,7 @@ fn strictly(object: &Value) -> Result<(), String> {
         ("rbac.authorization.k8s.io/v1", "RoleBinding") => again::<RoleBinding>(object),
         ("apps/v1", "DaemonSet") => again::<DaemonSet>(object),
         ("monitoring.coreos.com/v1", "PodMonitor") => again::<PodMonitor>(object),
+        ("monitoring.coreos.com/v1", "PrometheusRule") => again::<PrometheusRule>(object),
         _ => Err(format!("{version} {kind} is not known here")),
     }
 }
@@ -100,17 +135,4 @@ pub(crate) fn only<'a>(objects: &'a [Value], kind: &str) -> &'a Value {
         (Some(object), None) => object,
         (first, second) => panic!("one {kind} is wanted: {first:?}, {second:?}"),
     }
-}
-
-/// A text.
-///
-/// # Panics
-/// When it is none.
-pub(crate) fn text(value: &Value) -> &str {
-    value.as_str().unwrap_or_else(|| panic!("{value} is no text"))
-}
-
-/// The items of a list; none of one that is not there.
-pub(crate) fn items(value: &Value) -> impl Iterator<Item = &Value> {
-    value.as_array().into_iter().flatten()
 }

@@ -16,13 +16,13 @@ const STATE: &str = "/run/redirector";
 const BPFFS: &str = "/sys/fs/bpf";
 const CGROUPS: &str = "/sys/fs/cgroup";
 pub(crate) const PROC: &str = "/proc";
+pub(crate) const RCU_EXPEDITED: &str = "/sys/kernel/rcu_expedited";
 pub(crate) const NETNS: &str = "/var/run/netns";
 const CNI: [&str; 2] = ["/etc/cni/net.d", "/opt/cni/bin"];
 const ZTUNNEL: &str = "/var/run/ztunnel";
-const CAPTURING: &[&str] = &[STATE, BPFFS, CGROUPS, PROC, NETNS, CNI[0], CNI[1]];
+const CAPTURING: &[&str] = &[STATE, BPFFS, CGROUPS, PROC, RCU_EXPEDITED, NETNS, CNI[0], CNI[1]];
 
 const OF_PODS: &[&str] = &[
-    "get pods",
     "list pods",
     "watch pods",
     "get namespaces",
@@ -65,7 +65,17 @@ pub(crate) const WAYS: &[Way] = &[
         values: r#"{"proxy": "ztunnel"}"#,
         capabilities: OF_CNI,
         rights: &[OF_PODS],
-        node_paths: &[STATE, BPFFS, CGROUPS, PROC, NETNS, CNI[0], CNI[1], ZTUNNEL],
+        node_paths: &[
+            STATE,
+            BPFFS,
+            CGROUPS,
+            PROC,
+            RCU_EXPEDITED,
+            NETNS,
+            CNI[0],
+            CNI[1],
+            ZTUNNEL,
+        ],
     },
     Way {
         name: "without_istio_by_files",
@@ -123,6 +133,7 @@ pub(crate) const WAYS: &[Way] = &[
             BPFFS,
             CGROUPS,
             PROC,
+            RCU_EXPEDITED,
             NETNS,
             CNI[0],
             CNI[1],
@@ -140,6 +151,7 @@ pub(crate) const WAYS: &[Way] = &[
             BPFFS,
             CGROUPS,
             PROC,
+            RCU_EXPEDITED,
             NETNS,
             "/var/lib/rancher/k3s/agent/etc/cni/net.d",
             "/var/lib/rancher/k3s/data/cni",
@@ -150,7 +162,7 @@ pub(crate) const WAYS: &[Way] = &[
         values: r#"{"cni": {"install": false}}"#,
         capabilities: &["CAP_SYS_PTRACE"],
         rights: &[OF_PODS],
-        node_paths: &[STATE, BPFFS, CGROUPS, PROC, NETNS],
+        node_paths: &[STATE, BPFFS, CGROUPS, PROC, RCU_EXPEDITED, NETNS],
     },
     Way {
         name: "with_everything_said",
@@ -174,7 +186,8 @@ pub(crate) const WAYS: &[Way] = &[
             "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [
                 {"matchExpressions": [{"key": "mesh", "operator": "Exists"}]}]}}},
             "podLabels": {"a": "b"}, "podAnnotations": {"c": "d"}, "serviceAccount": {"annotations": {"e": "f"}},
-            "monitoring": {"service": true, "podMonitor": {"create": true, "labels": {"release": "prometheus"}}},
+            "monitoring": {"service": true, "podMonitor": {"create": true, "labels": {"release": "prometheus"}},
+                           "rules": {"create": true, "labels": {"release": "prometheus"}}},
             "networkPolicy": {"allowHbone": [{"namespace": "shop", "podSelector": {"matchLabels": {"app": "web"}}}, {"namespace": "shop"}]}
         }"#,
         capabilities: &["CAP_DAC_OVERRIDE", "CAP_SYS_PTRACE", "CAP_SYS_RESOURCE"],

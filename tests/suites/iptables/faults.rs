@@ -120,6 +120,7 @@ fn a_namespace_without_a_name_is_rid_of_its_rules(variant: Variant) {
         outbound: any.as_fd(),
         inbound: any.as_fd(),
         hbone: any.as_fd(),
+        inherited: false,
     };
     let attached = backend.attach(&network, Serving::Own(listeners)).unwrap();
     assert_eq!(attached.lacks, None);

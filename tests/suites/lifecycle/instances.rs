@@ -71,6 +71,9 @@ pub fn cases() -> Vec<Case> {
         let options = clsact.clone();
         cases.push(case(name, move || test(options)));
     }
+    cases.push(case("grace_periods_are_put_back_after_a_kill", || {
+        grace_periods_are_put_back(Options::default());
+    }));
     cases
 }
 
@@ -125,6 +128,27 @@ fn of_another_build_is_replaced(options: Options) {
         mesh.agent.release(pod);
     }
     assert_eq!([&mesh.client, &mesh.server].map(traces), untouched);
+}
+
+fn grace_periods_are_put_back(options: Options) {
+    let switch = || fs::read_to_string("/sys/kernel/rcu_expedited").unwrap();
+    let mut mesh = mesh_without_pods(options);
+    let mark = mesh.agent.bpffs_dir().join("shared/rcu_expedited");
+    for pod in [&mesh.client, &mesh.server] {
+        mesh.agent.enrol(pod);
+    }
+    assert!(!mark.exists(), "nobody attaches");
+    mesh.agent.kill();
+    // As an agent leaves it that is killed while it attaches; that the switch is on too is not for a test to do to its machine.
+    fs::create_dir(&mark).unwrap();
+    mesh.agent.restart(&mesh.node);
+    assert!(!mark.exists(), "it is looked for at the start");
+    works_over_hbone(&mesh);
+    for pod in [&mesh.client, &mesh.server] {
+        mesh.agent.release(pod);
+    }
+    wait::until("the switch to be off", || (switch().trim() == "0").then_some(()));
+    assert!(!mark.exists(), "nobody removes");
 }
 
 fn what_can_not_be_replaced_stays(options: Options) {

@@ -1,8 +1,10 @@
 //! Counters of the connection to the control plane, by ztunnel's names.
 
+use std::time::SystemTime;
+
 use prometheus_client::{
     encoding::{EncodeLabelSet, EncodeLabelValue},
-    metrics::{counter::Counter, family::Family},
+    metrics::{counter::Counter, family::Family, gauge::Gauge},
     registry::Registry,
 };
 use prost::Message as _;
@@ -15,6 +17,8 @@ pub struct Metrics {
     terminations: Family<Termination, Counter>,
     messages: Family<Url, Counter>,
     bytes: Family<Url, Counter>,
+    connected: Gauge,
+    last_failure: Gauge,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -58,10 +62,33 @@ impl Metrics {
             "Bytes in messages of the control plane, by type",
             self.bytes.clone(),
         );
+        registry.register(
+            "redirector_xds_connected",
+            "1 while there is a connection to the control plane",
+            self.connected.clone(),
+        );
+        registry.register(
+            "redirector_xds_last_failure_timestamp_seconds",
+            "When a connection to the control plane failed last, since 1970; 0: never. The log has the reason",
+            self.last_failure.clone(),
+        );
     }
 
     pub(super) fn terminated(&self, reason: Reason) {
         self.terminations.get_or_create(&Termination { reason }).inc();
+    }
+
+    /// There is a connection, until the value is dropped.
+    pub(super) fn connected(&self) -> Connected<'_> {
+        self.connected.set(1);
+        Connected(self)
+    }
+
+    /// Something failed that must not.
+    pub(super) fn failed(&self) {
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+        let seconds = now.unwrap_or_default().as_secs();
+        self.last_failure.set(i64::try_from(seconds).unwrap_or(i64::MAX));
     }
 
     pub(super) fn received(&self, message: &DeltaDiscoveryResponse) {
@@ -75,5 +102,14 @@ impl Metrics {
         self.bytes
             .get_or_create(&Url { url })
             .inc_by(message.encoded_len() as u64);
+    }
+}
+
+/// A connection that is there.
+pub(super) struct Connected<'a>(&'a Metrics);
+
+impl Drop for Connected<'_> {
+    fn drop(&mut self) {
+        self.0.connected.set(0);
     }
 }

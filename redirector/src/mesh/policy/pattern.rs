@@ -76,6 +76,16 @@ impl StringMatch {
         Self(Form::Presence)
     }
 
+    /// The name of the way in which it compares, and with what.
+    pub fn parts(&self) -> (&'static str, Option<&str>) {
+        match &self.0 {
+            Form::Exact(text) => ("Exact", Some(text)),
+            Form::Prefix(text) => ("Prefix", Some(text)),
+            Form::Suffix(text) => ("Suffix", Some(text)),
+            Form::Presence => ("Presence", None),
+        }
+    }
+
     /// As what a principal is compared with.
     pub fn for_principal(self) -> Result<Self, InvalidPattern> {
         match &self.0 {

@@ -15,7 +15,10 @@ use crate::{
         testing::workload,
         workload::Workload,
     },
-    pods::status::PodStatus,
+    pods::{
+        pause::{Pauser, pauses},
+        status::PodStatus,
+    },
 };
 
 struct Server {
@@ -24,6 +27,7 @@ struct Server {
     pods: watch::Sender<Status>,
     stop: CancellationToken,
     task: JoinHandle<()>,
+    pauser: Pauser<()>,
     _directory: tempfile::TempDir,
 }
 
@@ -45,13 +49,15 @@ impl Server {
         };
         let server = CniServer::bind(&path).unwrap();
         let (pods, view) = watch::channel(Status::default());
-        let task = tokio::spawn(server.run(sender, view, admission, stop.clone()));
+        let (pauser, pauses) = pauses();
+        let task = tokio::spawn(server.run(sender, view, admission, pauses, stop.clone()));
         Self {
             path,
             events,
             pods,
             stop,
             task,
+            pauser,
             _directory: directory,
         }
     }
@@ -373,5 +379,32 @@ async fn what_plugins_log_is_taken() {
     // One that does not wait for the answer is heard as well, and disturbs nobody.
     drop(server.send("POST", "/log", r#"["last words"]"#).await);
     assert_eq!(server.exchange("POST", "/log", "[]").await.0, 200);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn who_comes_while_it_rests_waits_for_whoever_serves_next() {
+    let mut server = Server::start();
+    let add = |uid: &str| event("web", &format!(r#","PodUID":"{uid}","ServiceAccount":"sa""#));
+    let begun = server.send("POST", "/cmdadd", &add("u-1")).await;
+    let PodEvent::Add(_, reply) = server.event().await else {
+        panic!()
+    };
+    let pauser = std::mem::replace(&mut server.pauser, pauses().0);
+    let resting = tokio::spawn(async move { pauser.rest().await.unwrap() });
+    reply.send(Ok(())).unwrap();
+    assert_eq!(read(begun).await.0, 200, "what had begun is answered");
+    let ((), rest) = resting.await.unwrap();
+    let waiting = server.send("POST", "/cmdadd", &add("u-2")).await;
+    timeout(Duration::from_millis(50), server.events.recv())
+        .await
+        .unwrap_err();
+    drop(rest);
+    let PodEvent::Add(add, reply) = server.event().await else {
+        panic!()
+    };
+    assert_eq!(add.info.uid.as_str(), "u-2");
+    reply.send(Ok(())).unwrap();
+    assert_eq!(read(waiting).await.0, 200);
     server.stop().await;
 }

@@ -2,6 +2,8 @@
 
 use std::collections::VecDeque;
 
+use tokio::time::Instant;
+
 use super::super::{
     Error, PodAdd, PodDelete, Reply,
     status::{PodStatus, State},
@@ -57,6 +59,7 @@ impl<P> Default for Entry<P> {
 pub(super) struct Job {
     pub(super) request: Request,
     pub(super) reply: Option<Reply>,
+    pub(super) began: Instant,
     /// The pod was captured when it began.
     pub(super) was_captured: bool,
 }

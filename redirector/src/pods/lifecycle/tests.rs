@@ -11,7 +11,12 @@ use std::{
 use tokio::{sync::oneshot, task::JoinHandle};
 
 use super::{
-    super::{NetnsRef, launch::NewPod, records::Record},
+    super::{
+        NetnsRef,
+        launch::NewPod,
+        pause::{Pauser, pauses},
+        records::Record,
+    },
     *,
 };
 use crate::{
@@ -204,6 +209,7 @@ impl Launch for Surroundings {
             outbound: socket,
             inbound: socket,
             hbone: socket,
+            inherited: false,
         })
     }
 
@@ -229,6 +235,7 @@ struct Agent {
     look: Arc<Notify>,
     stop: CancellationToken,
     task: JoinHandle<()>,
+    pauser: Pauser<io::Result<Vec<Served>>>,
     state: tempfile::TempDir,
 }
 
@@ -262,7 +269,8 @@ impl Agent {
             Lifecycle::new(launch, redirector, records.clone(), config, Metrics::default());
         let (events, receiver) = mpsc::channel(8);
         let stop = CancellationToken::new();
-        let task = tokio::spawn(lifecycle.run(receiver, stop.clone()));
+        let (pauser, pauses) = pauses();
+        let task = tokio::spawn(lifecycle.run(receiver, pauses, stop.clone()));
         Self {
             world,
             records,
@@ -272,6 +280,7 @@ impl Agent {
             look,
             stop,
             task,
+            pauser,
             state,
         }
     }
@@ -711,4 +720,38 @@ async fn a_release_that_fails_is_reported_and_goes_on() {
     agent.until(&[]).await;
     assert_eq!(agent.world.log(), ["release a", "stop 0s a", "detach a"]);
     assert!(uids(&agent.records).is_empty());
+}
+
+#[tokio::test]
+async fn what_has_begun_is_finished_before_it_rests_and_events_wait() {
+    let mut agent = Agent::synced().await;
+    agent.add(pod("b", 3)).await.unwrap();
+    let (open, first, second) = agent.busy().await;
+    agent.until(&["a Starting", "b Captured"]).await;
+    let rest = async {
+        let (served, rest) = agent.pauser.rest().await.unwrap();
+        let uids: Vec<_> = served.unwrap().iter().map(|pod| pod.uid.to_string()).collect();
+        (uids, rest)
+    };
+    tokio::pin!(rest);
+    let early = tokio::time::timeout(Duration::from_millis(50), rest.as_mut()).await;
+    assert!(early.is_err(), "it rests while a pod is being captured");
+    open.send(()).unwrap();
+    let (uids, rest) = rest.await;
+    assert!(uids.contains(&"b".to_owned()), "{uids:?}");
+    first.await.unwrap().unwrap();
+    let before = agent.world.log.lock().unwrap().clone();
+    agent.look.notify_one();
+    let mut third = agent.send(|reply| PodEvent::Add(pod("c", 4), reply)).await;
+    tokio::time::timeout(Duration::from_millis(50), &mut third)
+        .await
+        .unwrap_err();
+    assert_eq!(*agent.world.log.lock().unwrap(), before);
+    drop(rest);
+    second.await.unwrap().unwrap();
+    third.await.unwrap().unwrap();
+
+    let (_, _rest) = agent.pauser.rest().await.unwrap();
+    agent.stop.cancel();
+    agent.task.await.unwrap();
 }

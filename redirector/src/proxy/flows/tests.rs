@@ -1,8 +1,8 @@
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::*;
 use crate::{
-    mesh::testing::{info, policy_name},
+    mesh::testing::{info, policy_name, service},
     proxy::record::{Record, Recorder},
 };
 
@@ -23,7 +23,7 @@ fn opened(recorder: &Arc<Recorder>, direction: Direction) -> Box<Record> {
     record
 }
 
-fn json(view: &impl serde::Serialize) -> Value {
+fn value(view: &impl serde::Serialize) -> Value {
     serde_json::to_value(view).unwrap()
 }
 
@@ -46,12 +46,12 @@ fn a_connection_is_told_while_it_lives_and_after() {
     record.counts().0.add(7);
 
     let name = format!("{}/{}", info("web").namespace, info("web").name);
-    let all = json(&flows.connections(None, 1));
+    let all = value(&flows.connections(None, 1));
     assert_eq!(
         (all["connections"].as_array().unwrap().len(), &all["total"]),
         (1, &2.into())
     );
-    let of_web = json(&flows.connections(Some(&name), 10));
+    let of_web = value(&flows.connections(Some(&name), 10));
     assert_eq!(of_web["total"], 1);
     let told = &of_web["connections"][0];
     for (pointer, expected) in [
@@ -79,11 +79,56 @@ fn a_connection_is_told_while_it_lives_and_after() {
     );
 
     record.end(Ok(()));
-    assert_eq!(json(&flows.connections(Some(&name), 10))["total"], 0);
-    let ended = json(&flows.ended(Some(0), 10));
+    assert_eq!(value(&flows.connections(Some(&name), 10))["total"], 0);
+    let ended = value(&flows.ended(Some(0), 10));
     assert_eq!((&ended["next"], &ended["lost"]), (&1.into(), &0.into()));
     let (state, id) = (&ended["flows"][0]["state"], &ended["flows"][0]["id"]);
     assert_eq!((state, id), (&"complete".into(), &told["id"]));
+}
+
+#[test]
+fn the_open_connections_of_each_pod_are_told_as_ztunnel_does() {
+    let flows = Arc::new(Flows::default());
+    let (web, cart) = (recorder(&flows, "web"), recorder(&flows, "cart"));
+    let mut outbound = Record::new(&web, Direction::Outbound, src());
+    let facts = outbound.facts();
+    facts.original_dst = Some("10.9.0.1:80".parse().unwrap());
+    facts.dst = Some("10.0.0.1:15008".parse().unwrap());
+    facts.hbone_dst = Some("10.0.0.1:8080".to_owned());
+    facts.nested = true;
+    outbound.open(Security::MutualTls);
+    let mut called = Record::new(&cart, Direction::Inbound, src());
+    let facts = called.facts();
+    facts.dst = Some("10.0.0.1:15008".parse().unwrap());
+    facts.hbone_dst = Some("10.0.0.1:8080".to_owned());
+    facts.service = Some(Arc::new(service("cart", "10.9.0.1")));
+    called.open(Security::MutualTls);
+    let mut plain = Record::new(&cart, Direction::Inbound, src());
+    plain.facts().dst = Some("10.0.0.1:8080".parse().unwrap());
+    plain.open(Security::Unknown);
+
+    let ends = |original: Option<&str>, actual: &str, protocol: &str| json!({"src": src(), "originalDst": original, "actualDst": actual, "protocol": protocol});
+    let by_pod = flows.by_pod();
+    let told: BTreeMap<_, _> = by_pod
+        .iter()
+        .map(|(uid, of_pod)| (uid.as_str(), of_pod))
+        .collect();
+    assert_eq!(
+        value(&told),
+        json!({
+            "web": {
+                "inbound": [],
+                "outbound": [ends(Some("10.9.0.1:80"), "10.0.0.1:15008", "DOUBLEHBONE")],
+            },
+            "cart": {
+                "inbound": [
+                    ends(Some("cart.shop.svc.cluster.local"), "10.0.0.1:8080", "HBONE"),
+                    ends(None, "10.0.0.1:8080", "TCP"),
+                ],
+                "outbound": [],
+            },
+        })
+    );
 }
 
 #[test]
@@ -92,7 +137,7 @@ fn what_failed_before_it_was_opened_is_told_too_and_a_tunnel_is_not() {
     let web = recorder(&flows, "web");
     failed(&web);
     Record::new(&web, Direction::Inbound, src()).into_tunnel();
-    let ended = json(&flows.ended(None, 10));
+    let ended = value(&flows.ended(None, 10));
     assert_eq!(ended["next"], 1);
     let told = &ended["flows"][0];
     assert_eq!(
@@ -123,7 +168,7 @@ fn the_ring_keeps_the_newest_and_says_what_it_lost() {
         (Some(all + 1), 5, 10, 5, 15, 0),
         (None, 5, all - 5, 5, all, 0),
     ] {
-        let page = json(&flows.ended(after, limit));
+        let page = value(&flows.ended(after, limit));
         let told = page["flows"].as_array().unwrap();
         assert_eq!(
             (told.len(), &page["next"], &page["lost"]),
@@ -149,5 +194,5 @@ async fn whoever_waits_for_the_next_gets_it() {
         failed(&web);
     };
     tokio::join!(waits, ends);
-    assert_eq!(json(&flows.ended(Some(1), 10))["next"], 2);
+    assert_eq!(value(&flows.ended(Some(1), 10))["next"], 2);
 }

@@ -5,7 +5,7 @@ use std::{net::SocketAddr, sync::Arc, time::SystemTime};
 use serde::Serialize;
 
 use super::{
-    super::record::{Party, Security},
+    super::record::{Direction, Party, Security},
     Ended, Flag, Flow,
 };
 use crate::telemetry::logs;
@@ -44,6 +44,49 @@ impl FlowsView {
             lost,
             flows: ended.iter().map(FlowView::ended).collect(),
         }
+    }
+}
+
+/// The open connections of a pod, as in ztunnel's config dump.
+#[derive(Debug, Default, Serialize)]
+pub struct OfPod {
+    inbound: Vec<Ends>,
+    outbound: Vec<Ends>,
+}
+
+/// Where a connection comes from and goes to.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Ends {
+    src: SocketAddr,
+    /// What a client asked for; of a server, the service that was called, if that is known.
+    original_dst: Option<String>,
+    /// Where that led to: of a server, its application.
+    actual_dst: Option<String>,
+    protocol: &'static str,
+}
+
+impl OfPod {
+    pub(super) fn add(&mut self, flow: &Flow) {
+        let facts = &flow.facts;
+        let dst = facts.dst.map(|dst| dst.to_string());
+        let (all, original_dst, actual_dst) = match flow.direction {
+            Direction::Inbound => {
+                let called = facts.service.as_ref();
+                let called = called.map(|service| service.host.hostname.to_string());
+                (&mut self.inbound, called, facts.hbone_dst.clone().or(dst))
+            }
+            Direction::Outbound => {
+                let original_dst = facts.original_dst.map(|dst| dst.to_string());
+                (&mut self.outbound, original_dst, dst)
+            }
+        };
+        all.push(Ends {
+            src: flow.src,
+            original_dst,
+            actual_dst,
+            protocol: protocol(flow),
+        });
     }
 }
 
@@ -117,18 +160,13 @@ impl FlowView {
     fn of(flow: &Flow, state: &'static str, millis: u128, flag: Flag, error: Option<&str>) -> Self {
         let facts = &flow.facts;
         let open = flow.open.as_ref();
-        let is_secure = open.is_some_and(|open| open.security == Security::MutualTls);
         Self {
             id: flow.id,
             direction: flow.direction.as_str(),
             started: milliseconds(flow.started),
             duration_ms: u64::try_from(millis).unwrap_or(u64::MAX),
             state,
-            security: open.map(|_| match is_secure {
-                true => Security::MutualTls.as_str(),
-                false if facts.same_node => "same_node",
-                false => "plaintext",
-            }),
+            security: open.map(|open| open.security_of(facts)),
             src: Source {
                 addr: flow.src,
                 party: (&facts.source).into(),
@@ -149,15 +187,24 @@ impl FlowView {
             },
             bytes_sent: open.map_or(0, |open| open.sent.bytes()),
             bytes_received: open.map_or(0, |open| open.received.bytes()),
-            protocol: match (is_secure, facts.nested) {
-                (true, true) => "DOUBLEHBONE",
-                (true, false) => "HBONE",
-                (false, _) => "TCP",
-            },
+            protocol: protocol(flow),
             policy: flow.policy.get().map(ToString::to_string),
             response_flags: flag.as_str(),
             error: error.map(str::to_owned),
         }
+    }
+}
+
+fn is_secure(flow: &Flow) -> bool {
+    let open = flow.open.as_ref();
+    open.is_some_and(|open| open.security == Security::MutualTls)
+}
+
+fn protocol(flow: &Flow) -> &'static str {
+    match (is_secure(flow), flow.facts.nested) {
+        (true, true) => "DOUBLEHBONE",
+        (true, false) => "HBONE",
+        (false, _) => "TCP",
     }
 }
 

@@ -27,7 +27,7 @@ use crate::{
     mesh::spiffe::SpiffeId,
     proxy::{
         dial,
-        failure::{self, Failure, Flag},
+        failure::{self, Failure, Fate, Flag},
     },
 };
 
@@ -95,6 +95,25 @@ impl Failure for Error {
             }
         }
     }
+
+    fn advice(&self) -> Option<&'static str> {
+        match self {
+            Self::Tls { source, .. } => failure::advice_of_tls(source),
+            Self::Status(status) => Some(match *status {
+                StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => {
+                    "a policy at the destination does not permit this caller; the access log there names it"
+                }
+                StatusCode::BAD_REQUEST => {
+                    "the destination does not serve what was asked for: the meshes of both sides may differ; the access log there says why"
+                }
+                StatusCode::SERVICE_UNAVAILABLE => {
+                    "the destination's proxy could not reach its application; the access log there says why"
+                }
+                _ => return None,
+            }),
+            _ => None,
+        }
+    }
 }
 
 impl Error {
@@ -123,6 +142,8 @@ pub(super) struct Connection {
     usage: Mutex<Usage>,
     /// Streams were opened.
     grown: Notify,
+    /// Of all its streams.
+    fate: Arc<Fate>,
 }
 
 #[derive(Debug)]
@@ -195,6 +216,11 @@ impl Stream {
     /// Who is at the far end of the tunnel.
     pub(crate) fn peer(&self) -> Option<&SpiffeId> {
         self.lease.0.peer.as_ref()
+    }
+
+    /// What it shares with all in the tunnel.
+    pub(crate) fn fate(&self) -> Arc<Fate> {
+        self.lease.0.fate.clone()
     }
 }
 
@@ -286,6 +312,7 @@ where
             last: Instant::now(),
         }),
         grown: Notify::new(),
+        fate: Arc::default(),
     });
     Ok((
         shared.clone(),
@@ -327,6 +354,7 @@ impl<IO: AsyncRead + AsyncWrite + Unpin> Driver<IO> {
                     break;
                 }
                 error = &mut revoked => {
+                    self.shared.fate.revoke(&error);
                     tracing::warn!(%tunnel, %error, "tunnel closed");
                     break;
                 }

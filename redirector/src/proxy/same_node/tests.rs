@@ -85,6 +85,7 @@ fn pod(shared: &Arc<Shared>, identity: &SpiffeId, address: &str) -> Arc<Pod> {
         netns: Arc::new(Netns::stand_in(1)),
         addresses: vec![ip(address)],
         strict: false,
+        listeners: None,
     };
     Pod::new(Arc::clone(shared), context)
 }
@@ -117,6 +118,8 @@ impl World {
             residents: Residents::default(),
             demand: None,
             names: crate::proxy::Names::default(),
+            open: tokio_util::sync::CancellationToken::new(),
+            listening: tokio_util::task::TaskTracker::new(),
         });
         let web = pod(&shared, &id("web"), WEB);
         let cart = pod(&shared, &id("cart"), CART);
@@ -290,6 +293,8 @@ async fn nothing_is_kept_of_pods_while_it_is_off() {
         residents: Residents::default(),
         demand: None,
         names: crate::proxy::Names::default(),
+        open: tokio_util::sync::CancellationToken::new(),
+        listening: tokio_util::task::TaskTracker::new(),
     });
     assert!(Residence::of(&pod(&shared, &id("cart"), CART)).is_none());
     assert!(shared.residents.lock().is_empty());

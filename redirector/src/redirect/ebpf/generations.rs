@@ -34,6 +34,11 @@ pub(super) struct Generations {
 }
 
 impl Generations {
+    /// How many entries there are.
+    pub(super) fn len(&self) -> usize {
+        self.keys.len()
+    }
+
     /// Notes an entry that is there.
     pub(super) fn note(&mut self, length: u32, key: RuleKey) {
         self.keys.push((length, key));

@@ -24,7 +24,7 @@ use super::{
 };
 use crate::{
     mesh::pod::PodUid,
-    redirect::{Error, PodNetwork, place_of},
+    redirect::{Error, PodNetwork, metrics::Repair, place_of},
     sys::{
         netlink::Netlink,
         netns::{Netns, Place},
@@ -123,6 +123,7 @@ impl Ebpf {
             return Ok(None);
         };
         let Some(programs) = self.in_place(pod, plan, instance) else {
+            self.repairs.add(Repair::Hooks);
             tracing::warn!(uid = %pod.uid, "hooks or pins of the capture are gone, or the pod has new interfaces: attaching anew");
             return Ok(None);
         };
@@ -136,11 +137,15 @@ impl Ebpf {
             ROUTING.add(plan.v6, &pod.rules.reroute_interfaces.0)
         });
         if let (Ok(1..), _) | (_, Ok(1..)) = (&set, &routed) {
+            self.repairs.add(Repair::Routing);
             tracing::warn!(uid = %pod.uid, "rules, routes or sysctls of the capture were gone, and are put back");
         }
         {
             let mut store = self.store();
             store.set_addresses(instance.slot, &plan.addresses)?;
+            if listeners.inherited {
+                store.note_listeners(instance.slot, listeners)?;
+            }
             store.set_listeners(instance.slot, listeners)?;
         }
         set.and(routed)?;
@@ -234,6 +239,7 @@ impl Ebpf {
         .map(drop)
         .or_else(&mut put_off)?;
         hooks::attach_lookup(&mut ebpf, self.object.dial_rule, &pod.netns)?.keep(&directory)?;
+        let shortened = self.grace_periods.shorten();
         in_netns(&pod.netns, || {
             for interface in &plan.interfaces {
                 let hooks = hooks::attach_tc(&mut ebpf, self.tc_mode, interface, Earlier::Replaced)?;
@@ -241,6 +247,7 @@ impl Ebpf {
             }
             Ok(())
         })?;
+        drop(shortened);
         let programs = Programs::pinned(&directory).ok_or_else(|| {
             let operation = format!("reading what was pinned in {}", directory.display());
             Error::new(operation, io::Error::from(io::ErrorKind::NotFound))
@@ -287,6 +294,7 @@ impl Ebpf {
     pub(super) fn remove(&self, uid: &PodUid, netns: Option<&Netns>) -> Result<(), Vec<Error>> {
         let instances = self.instances_of(uid).map_err(|error| vec![error])?;
         let freed = |instance: &Instance| self.free(instance, Last::Pass);
+        let _shortened = self.grace_periods.shorten();
         leftovers::remove(&self.pins, uid, &instances, netns, freed)
     }
 

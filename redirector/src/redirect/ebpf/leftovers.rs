@@ -16,6 +16,7 @@ use super::{
     facts::{self, FREED, Found},
     hooks,
     pins::{self, Instance, Pins},
+    rcu,
     routes::ROUTING,
 };
 use crate::{
@@ -84,6 +85,9 @@ impl Leftovers for Pinned {
             }
             _ => {}
         };
+        if let Err(error) = rcu::put_back(&self.pins.shared()) {
+            return Err(vec![error]);
+        }
         for directory in self.pins.directories() {
             tried("removing", &directory, fs::remove_dir_all(&directory));
         }

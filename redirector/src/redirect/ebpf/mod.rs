@@ -12,6 +12,7 @@
 //! - `routes`: which policy routes and sysctls it wants in the pod
 //! - `instances`: a pod's own programs and what they rest on, made and replaced
 //! - `facts`: what is known of the pods' instances, of whatever build
+//! - `rcu`: the kernel's waiting while links are attached, cut short
 //! - `plan`: what an attachment is made from
 //! - `look`: whether a pod is still as it was left
 //! - [`leftovers`]: what is left of all that, and its removal
@@ -19,6 +20,7 @@
 //! - `pins`: the bpffs
 //! - [`observe`]: the programs on a namespace without a proxy
 //! - [`trace`]: debug records of the programs
+//! - [`trial`]: whether the kernel takes the programs; [`strangers`]: what others have attached
 
 mod dns;
 mod facts;
@@ -34,13 +36,16 @@ pub mod observe;
 mod others;
 mod pins;
 mod plan;
+mod rcu;
 mod reroute;
 mod routes;
 mod shared;
 mod slots;
 mod spares;
 mod store;
+pub mod strangers;
 pub mod trace;
+pub mod trial;
 mod trie;
 
 use std::{
@@ -65,6 +70,7 @@ use self::{
     others::{Sockets, Trusted},
     pins::{Build, Instance, Pins},
     plan::Plan,
+    rcu::GracePeriods,
     routes::ROUTING,
     shared::Shared,
     spares::Spares,
@@ -74,6 +80,7 @@ use self::{
 use super::{
     Attached, Count, Error, Marks, PodNetwork, Redirector, Serving,
     maps::{CgroupSet, TagMap},
+    metrics::{Occupancy, Repair, Repairs},
     probers::{Search, Sources, View},
     rules::Rules,
 };
@@ -91,6 +98,8 @@ pub struct Config {
     pub force_clsact: bool,
     /// Tell the proxy's own dials by their source port even where the kernel tells their device.
     pub force_source_port: bool,
+    /// Cut the kernel's waiting short while TCX links are attached and removed, by its switch `rcu_expedited`.
+    pub rcu_expedited: bool,
     /// Whose connections from this node are left alone.
     pub probes: Sources,
 }
@@ -101,6 +110,7 @@ impl Default for Config {
             bpffs_dir: "/sys/fs/bpf/redirector".into(),
             force_clsact: false,
             force_source_port: false,
+            rcu_expedited: true,
             probes: Sources::None,
         }
     }
@@ -113,6 +123,7 @@ pub struct Ebpf {
     object: Object,
     shared: Shared,
     tc_mode: TcMode,
+    grace_periods: GracePeriods,
     tags: Mutex<TagMap>,
     store: Mutex<Store>,
     spares: Spares,
@@ -122,6 +133,7 @@ pub struct Ebpf {
     trusted: Mutex<Trusted>,
     /// The namespace whose processes may probe; `None` if nobody may.
     node: Option<Netns>,
+    repairs: Repairs,
 }
 
 /// Who probes, as looked for and as the programs know it.
@@ -167,6 +179,8 @@ impl Ebpf {
             }
         }
         let tc_mode = TcMode::of_kernel(config.force_clsact);
+        let grace_periods =
+            GracePeriods::of_node(&pins.shared(), config.rcu_expedited && tc_mode == TcMode::Tcx);
         let tags = open_map(&pins.shared(), layout::TAGS, TagMap::new)?;
         let store = Store::open(&build)?;
         let node =
@@ -184,6 +198,7 @@ impl Ebpf {
             object,
             shared,
             tc_mode,
+            grace_periods,
             tags: Mutex::new(tags),
             store: Mutex::new(store),
             spares: Spares::default(),
@@ -191,6 +206,7 @@ impl Ebpf {
             probers: Mutex::new(probers),
             trusted: Mutex::new(trusted),
             node: (config.probes != Sources::None).then_some(node),
+            repairs: Repairs::default(),
         })
     }
 
@@ -312,6 +328,7 @@ impl Redirector for Ebpf {
                 )
             })?;
         }
+        self.store().rename(from, to);
         Ok(())
     }
 
@@ -338,9 +355,22 @@ impl Redirector for Ebpf {
     }
 
     fn counts(&self, uid: &PodUid) -> Result<Vec<Count>, Error> {
+        // Known without asking the file system, of nearly every pod.
+        let slot = self.known().get(uid).map(|known| known.slot);
+        if let Some(slot) = slot {
+            return self.store().counts(slot);
+        }
         let instances = self.pins.of(uid)?;
         let own = instances.iter().find(|instance| instance.build == self.build);
         own.map_or(Ok(Vec::new()), |instance| self.store().counts(instance.slot))
+    }
+
+    fn occupancy(&self) -> Vec<Occupancy> {
+        self.store().occupancy()
+    }
+
+    fn repairs(&self) -> Option<&Repairs> {
+        Some(&self.repairs)
     }
 
     fn look_for_probers(&self) -> Result<Option<View>, Error> {
@@ -353,6 +383,7 @@ impl Redirector for Ebpf {
 
     fn make_ready(&self) -> Result<(), Error> {
         if self.shared.put_back()? {
+            self.repairs.add(Repair::Shared);
             tracing::warn!("programs that all pods share were gone from their array, and are put back");
         }
         self.fill_spares()

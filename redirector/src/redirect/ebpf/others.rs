@@ -56,6 +56,8 @@ pub(super) struct Sockets<'a> {
     held: Vec<(Listener, Held<'a>)>,
     /// They are another process's.
     pub(super) of_others: bool,
+    /// They were another agent's, and are where it has put them.
+    pub(super) inherited: bool,
     /// Which of them are missing, in words.
     pub(super) lack: Option<String>,
 }
@@ -72,6 +74,7 @@ impl<'a> Sockets<'a> {
         Self {
             held: PLACES.into_iter().zip(sockets.map(Held::Own)).collect(),
             of_others: false,
+            inherited: listeners.inherited,
             lack: None,
         }
     }
@@ -137,6 +140,7 @@ impl Ebpf {
         Ok(Sockets {
             held,
             of_others: true,
+            inherited: false,
             lack,
         })
     }

@@ -3,15 +3,15 @@
 use std::{
     collections::{BTreeSet, HashMap, HashSet},
     net::IpAddr,
-    os::fd::{AsFd, AsRawFd},
+    os::fd::{AsFd, AsRawFd, BorrowedFd},
     time::Instant,
 };
 
 use aya::maps::{MapData, MapError, SockMap};
 use redirector_common::{
     maps::{
-        self as layout, AddressKey, FLAG_RELEASING, Facts, Listener, MAX_PODS, MAX_SLOTS, PodEntry,
-        listener_index,
+        self as layout, AddressKey, FLAG_RELEASING, Facts, Listener, MAX_ALL_ADDRESSES, MAX_ALL_RULES,
+        MAX_PODS, MAX_SLOTS, PodEntry, listener_index,
     },
     net::Addr,
     rules::{self, GENERATION},
@@ -33,6 +33,7 @@ use crate::{
     redirect::{
         Count, Error,
         maps::{AddressMap, CounterMap, FactsMap, PodMap, RuleMap, TracedMap},
+        metrics::Occupancy,
     },
     sys::{listening::Listening, socket},
 };
@@ -173,6 +174,13 @@ impl Store {
         self.free.add_unused(slot);
     }
 
+    /// The pod `from` is known as `to` from now on.
+    pub(super) fn rename(&mut self, from: &PodUid, to: &PodUid) {
+        for held in self.slots.values_mut().filter(|held| held.owner == *from) {
+            held.owner = to.clone();
+        }
+    }
+
     /// Gives a slot that was taken to a pod. From here on it is the pod's, and is freed with what else is made for it.
     pub(super) fn give(&mut self, slot: u32, owner: &PodUid) -> Result<(), Error> {
         self.slots.insert(slot, Held::by(owner.clone()));
@@ -300,14 +308,25 @@ impl Store {
         Ok(())
     }
 
+    /// Takes listeners for those that are in their places since before this agent began.
+    pub(super) fn note_listeners(&mut self, slot: u32, listeners: &Sockets<'_>) -> Result<(), Error> {
+        let held = held(&mut self.slots, slot)?;
+        for (place, socket) in listeners.places() {
+            let cookie = listener_cookie(socket)?;
+            held.listeners
+                .entry(listener_index(slot, place))
+                .or_insert(cookie);
+        }
+        Ok(())
+    }
+
     /// Puts listeners into their places of the pod's in the sockmap, unless they are there. A place for which there is none stays as
     /// it is: a socket that is closed has left it.
     pub(super) fn set_listeners(&mut self, slot: u32, listeners: &Sockets<'_>) -> Result<(), Error> {
         let held = held(&mut self.slots, slot)?;
         for (place, socket) in listeners.places() {
             let index = listener_index(slot, place);
-            let cookie =
-                socket::cookie(socket).map_err(|error| Error::new("reading a listener's cookie", error))?;
+            let cookie = listener_cookie(socket)?;
             let before = held.listeners.get(&index);
             if before == Some(&cookie) {
                 continue;
@@ -364,10 +383,27 @@ impl Store {
         Ok(())
     }
 
+    /// How full the maps are that all pods share.
+    pub(super) fn occupancy(&self) -> Vec<Occupancy> {
+        let owners: HashSet<&PodUid> = self.slots.values().map(|held| &held.owner).collect();
+        let sum = |of: fn(&Held) -> usize| self.slots.values().map(of).sum();
+        let map = |map, entries, most| Occupancy { map, entries, most };
+        vec![
+            map("pods", owners.len(), MAX_PODS),
+            map("slots", self.slots.len(), MAX_SLOTS),
+            map("addresses", sum(|held| held.addresses.len()), MAX_ALL_ADDRESSES),
+            map("rules", sum(|held| held.keys.len()), MAX_ALL_RULES),
+        ]
+    }
+
     /// What a pod's programs have counted.
     pub(super) fn counts(&self, slot: u32) -> Result<Vec<Count>, Error> {
         read_counts(&self.counters, slot)
     }
+}
+
+fn listener_cookie(socket: BorrowedFd<'_>) -> Result<u64, Error> {
+    socket::cookie(socket).map_err(|error| Error::new("reading a listener's cookie", error))
 }
 
 fn held(slots: &mut HashMap<u32, Held>, slot: u32) -> Result<&mut Held, Error> {

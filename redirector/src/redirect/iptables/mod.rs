@@ -8,6 +8,7 @@
 //! - `records`: which pods have rules, for the next agent
 //! - `removal`: from such a record to a pod without rules
 //! - [`leftovers`]: what is left of that, and its removal
+//! - [`strangers`]: Istio's chains, whoever wrote them
 //!
 //! Rules outlive the agent. Without one, connections are redirected to ports where nobody listens, and are refused.
 
@@ -17,6 +18,7 @@ mod records;
 mod removal;
 mod rules;
 mod run;
+pub mod strangers;
 mod write;
 
 use std::{
@@ -40,7 +42,10 @@ use self::{
     write::Writer,
 };
 use super::{
-    Attached, Count, Error, Marks, PodNetwork, Redirector, Serving, routes::Routing, rules::Rules,
+    Attached, Count, Error, Marks, PodNetwork, Redirector, Serving,
+    metrics::{Repair, Repairs},
+    routes::Routing,
+    rules::Rules,
     sysctls::Sysctl,
 };
 use crate::{
@@ -77,6 +82,7 @@ pub struct Iptables {
     writer: Writer,
     records: Records,
     looked: Mutex<HashMap<PodUid, Look>>,
+    repairs: Repairs,
 }
 
 /// What was not in place.
@@ -117,6 +123,7 @@ impl Iptables {
             writer,
             records,
             looked: Mutex::default(),
+            repairs: Repairs::default(),
         })
     }
 
@@ -291,6 +298,7 @@ impl Redirector for Iptables {
         match self.put_back(pod, &mut record, wanted.v6, is_new, !rules_hold) {
             Ok(PutBack { routes, rules }) => {
                 if (routes || rules) && look.is_some() {
+                    self.repairs.add(Repair::Routing);
                     tracing::warn!(
                         uid = %pod.uid,
                         "rules, routes or sysctls of the capture were gone or changed, and are put back"
@@ -376,6 +384,10 @@ impl Redirector for Iptables {
 
     fn counts(&self, _: &PodUid) -> Result<Vec<Count>, Error> {
         Ok(Vec::new())
+    }
+
+    fn repairs(&self) -> Option<&Repairs> {
+        Some(&self.repairs)
     }
 
     fn own_socket(&self, _: BorrowedFd<'_>) -> io::Result<()> {

@@ -1,0 +1,265 @@
+//! The side of the agent that runs.
+
+use std::{
+    io,
+    os::fd::AsFd as _,
+    path::Path,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
+
+use tokio::time::{sleep, timeout};
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use super::{
+    Holding, Holdings, impossible, terms,
+    wire::{self, Message, Talk, Terms},
+};
+use crate::{
+    config::Config,
+    pods::{
+        launch::Served,
+        pause::{Pauser, Rest},
+        socket_file::{self, BindError, SocketFile},
+    },
+    sys::{
+        process,
+        seqpacket::{Listener, Seqpacket},
+    },
+    telemetry::Chain,
+};
+
+/// The flag that chooses another path.
+const FLAG: &str = "--state-dir";
+
+/// Time for who has connected to say what it wants.
+const HELLO_DEADLINE: Duration = Duration::from_secs(5);
+/// Time for it to get its mesh; nothing rests meanwhile.
+const PREPARE_DEADLINE: Duration = Duration::from_secs(120);
+/// Time for the events that have begun.
+const PAUSE_DEADLINE: Duration = Duration::from_secs(60);
+/// Time for it to make all pods ready, while their events wait.
+const COMMIT_DEADLINE: Duration = Duration::from_secs(120);
+/// Time to wait when no connection can be taken, as when files run out.
+const ACCEPT_BACKOFF: Duration = Duration::from_secs(1);
+
+/// The listening socket, and what is handed over.
+pub(in crate::app) struct Giver {
+    listener: Listener,
+    file: SocketFile,
+    terms: Terms,
+    refusal: Option<&'static str>,
+    foreign: Arc<AtomicBool>,
+    holdings: Holdings,
+}
+
+/// What rests while another agent makes the pods ready.
+pub(in crate::app) struct Parts {
+    pub(in crate::app) cni: Pauser<()>,
+    pub(in crate::app) pods: Pauser<io::Result<Vec<Served>>>,
+    pub(in crate::app) upkeep: Pauser<()>,
+}
+
+/// They rest as long as this lives.
+pub(in crate::app) struct Rests(
+    #[expect(dead_code, reason = "that they are there is all they say")] [Rest; 3],
+);
+
+/// What has been handed over: nothing of it is this agent's any more.
+pub(in crate::app) struct Given {
+    /// To be dropped when no listener is open here: the other agent takes events then.
+    pub(in crate::app) talk: Talk,
+    /// To be kept to the end.
+    pub(in crate::app) rests: Rests,
+}
+
+/// Why who asked gets nothing.
+#[derive(Debug, thiserror::Error)]
+enum Failure {
+    #[error(transparent)]
+    Wire(#[from] wire::Error),
+    #[error("it is being stopped")]
+    Stopping,
+    #[error("a part of it has ended")]
+    Ended,
+    #[error("what had begun was not done within {PAUSE_DEADLINE:?}")]
+    Busy,
+    #[error("it cannot duplicate a listener")]
+    Duplicate(#[from] io::Error),
+}
+
+impl Giver {
+    /// Listens in the state directory, with mode 0600, or where the agent before this one did. When all is handed over, `foreign` says so.
+    ///
+    /// # Errors
+    /// When the system refuses.
+    pub(in crate::app) fn bind(
+        config: &Config,
+        before: &mut Holdings,
+        foreign: &Arc<AtomicBool>,
+        holdings: Holdings,
+    ) -> Result<Self, BindError> {
+        let path = config.takeover_socket();
+        let (listener, file) = match before.take(Holding::TakeoverSocket) {
+            Some(given) => {
+                let inherited = |path: &Path| Ok((Listener::inherited(given)?, SocketFile::existing(path)?));
+                inherited(&path).map_err(socket_file::failed("listen at", &path))?
+            }
+            None => socket_file::bind(&path, FLAG, 0o600, Listener::bind)?,
+        };
+        let mut giver = Self {
+            file: file.unless(foreign),
+            terms: terms(config),
+            refusal: impossible(config),
+            foreign: Arc::clone(foreign),
+            holdings,
+            listener,
+        };
+        let added = giver
+            .holdings
+            .add(Holding::TakeoverSocket, giver.listener.as_fd());
+        added.map_err(socket_file::failed("duplicate", &path))?;
+        Ok(giver)
+    }
+
+    /// Answers who asks, one at a time, when the agent is `ready`, until one has taken over: then nothing is this agent's any more, and its
+    /// parts rest. `withdraw` ends it, and whoever has not taken over by then gets nothing; `None` says so.
+    pub(in crate::app) async fn run(
+        self,
+        parts: Parts,
+        ready: CancellationToken,
+        withdraw: CancellationToken,
+    ) -> Option<Given> {
+        tokio::select! {
+            () = ready.cancelled() => {}
+            () = withdraw.cancelled() => return None,
+        }
+        loop {
+            let accepted = tokio::select! {
+                () = withdraw.cancelled() => return None,
+                accepted = self.listener.accept() => accepted,
+            };
+            let pause = match accepted {
+                Ok(socket) => match self.answer(socket, &parts, &withdraw).await {
+                    Some(given) => return Some(given),
+                    None => Duration::ZERO,
+                },
+                Err(error) => {
+                    warn!(path = %self.file.path().display(), %error, "cannot take the connection of another agent");
+                    ACCEPT_BACKOFF
+                }
+            };
+            sleep(pause).await;
+        }
+    }
+
+    async fn answer(&self, socket: Seqpacket, parts: &Parts, withdraw: &CancellationToken) -> Option<Given> {
+        let talk = Talk::over(socket);
+        let handed_over = tokio::select! {
+            // What has been handed over at last is told before anything else.
+            biased;
+            result = self.hand_over(&talk, parts) => result,
+            () = withdraw.cancelled() => Err(Failure::Stopping),
+        };
+        match handed_over {
+            Ok(rests) => return rests.map(|rests| Given { talk, rests }),
+            Err(failure) => {
+                let reason = Chain(&failure).to_string();
+                warn!(
+                    reason,
+                    "another agent was to take over, and has not: this one goes on"
+                );
+                // It may be gone.
+                let _ = talk.send(&Message::Withdrawn { reason }, &[]).await;
+            }
+        }
+        None
+    }
+
+    /// What rests when all is handed over; `None` when the other side was refused, or has gone.
+    async fn hand_over(&self, talk: &Talk, parts: &Parts) -> Result<Option<Rests>, Failure> {
+        let uid = talk.peer_uid()?;
+        let hello = match talk.recv(HELLO_DEADLINE).await? {
+            Some((Message::Hello(terms), _)) => terms,
+            Some((other, _)) => return Err(wire::Error::unexpected(&other).into()),
+            None => return Ok(None),
+        };
+        let mut reasons = self.terms.differences(&hello);
+        reasons.extend(self.refusal.map(str::to_owned));
+        if uid != process::user() {
+            reasons.push(format!(
+                "it runs as user {}, and this one as {uid}",
+                process::user()
+            ));
+        }
+        if !reasons.is_empty() {
+            warn!(
+                version = hello.version,
+                ?reasons,
+                "another agent may not take over"
+            );
+            talk.send(&Message::Refused { reasons }, &[]).await?;
+            return Ok(None);
+        }
+        info!(version = hello.version, "another agent is to take over");
+        let (welcome, fds) = self.holdings.welcome(&self.terms.version);
+        talk.send(&welcome, &fds).await?;
+        if !said(talk, PREPARE_DEADLINE, &Message::Pause).await? {
+            return Ok(None);
+        }
+        let (served, rests) = timeout(PAUSE_DEADLINE, parts.rest())
+            .await
+            .map_err(|_| Failure::Busy)??;
+        let count = served.len();
+        for Served {
+            uid,
+            netns,
+            listeners,
+        } in served
+        {
+            let pod = Message::Pod {
+                uid: uid.to_string(),
+                netns_dev: netns.dev,
+                netns_ino: netns.ino,
+            };
+            let listeners = listeners.each_ref().map(|listener| listener.as_fd());
+            talk.send(&pod, &listeners).await?;
+        }
+        talk.send(&Message::Pods { count }, &[]).await?;
+        if !said(talk, COMMIT_DEADLINE, &Message::Commit).await? {
+            return Ok(None);
+        }
+        // Whoever is gone by now gets nothing. Nothing is awaited after this.
+        if !talk.send(&Message::Yours, &[]).await? {
+            return Ok(None);
+        }
+        self.foreign.store(true, Ordering::Relaxed);
+        Ok(Some(rests))
+    }
+}
+
+/// Whether `expected` came, and not the end.
+async fn said(talk: &Talk, deadline: Duration, expected: &Message) -> Result<bool, Failure> {
+    match talk.recv(deadline).await? {
+        Some((message, _)) if message == *expected => Ok(true),
+        Some((other, _)) => Err(wire::Error::unexpected(&other).into()),
+        None => {
+            warn!("the agent that was to take over is gone: this one goes on");
+            Ok(false)
+        }
+    }
+}
+
+impl Parts {
+    /// Plugins first, whose events are then carried out by the next.
+    async fn rest(&self) -> Result<(Vec<Served>, Rests), Failure> {
+        let ((), cni) = self.cni.rest().await.ok_or(Failure::Ended)?;
+        let (served, pods) = self.pods.rest().await.ok_or(Failure::Ended)?;
+        let ((), upkeep) = self.upkeep.rest().await.ok_or(Failure::Ended)?;
+        Ok((served?, Rests([cni, pods, upkeep])))
+    }
+}

@@ -1,0 +1,451 @@
+//! An agent takes over from one that runs, again and again, under load; and either of them dies on the way.
+
+use std::{
+    collections::BTreeMap,
+    net::SocketAddr,
+    os::fd::AsFd as _,
+    process::ExitCode,
+    sync::{
+        Mutex,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
+    thread,
+    time::Duration,
+};
+
+use redirector::sys::seqpacket::Seqpacket;
+use redirector_tests::{
+    agent::{Agent, Options, binary},
+    app::{self, App},
+    capture::{contains, opened_ports},
+    cni, counters,
+    mesh::{Mesh, PORT},
+    node::{Family, Pod},
+    process,
+    suite::{Case, Needs, case, main as suite},
+    wait,
+};
+use serde_json::{Value, json};
+
+type MakeMesh = fn(Options) -> Mesh;
+
+/// Takeovers under load. `REDIRECTOR_TAKEOVERS` says another number, for machines that are too slow for this one.
+const TAKEOVERS: usize = 100;
+const CLIENTS: usize = 4;
+/// Each client's pause between two connections; together they open some hundreds in a second.
+const PAUSE: Duration = Duration::from_millis(5);
+/// In what the clients send; on the wire it is to be seen in plain only where that is meant.
+const CANARY: &str = "canary-8c1f";
+const DEADLINE: Duration = Duration::from_secs(30);
+
+fn main() -> ExitCode {
+    let mut cases: Vec<Case> = Vec::new();
+    let clsact = Options {
+        force_clsact: true,
+        ..Options::default()
+    };
+    let meshes: [(&str, MakeMesh, &[u16]); 2] = [
+        ("hbone", Mesh::hbone, &[15008]),
+        ("plaintext", Mesh::plaintext, &[PORT]),
+    ];
+    for (kind, mesh, ports) in meshes {
+        cases.push(case(format!("nothing_is_lost_{kind}"), move || {
+            nothing_is_lost(mesh(Options::default()), ports, takeovers())
+        }));
+        let options = clsact.clone();
+        cases.push(case(format!("nothing_is_lost_{kind}_clsact"), move || {
+            nothing_is_lost(mesh(options), ports, takeovers().div_ceil(10))
+        }));
+    }
+    cases.push(case("what_is_open_goes_on", what_is_open_goes_on));
+    cases.push(case(
+        "who_asks_and_goes_is_not_missed",
+        who_asks_and_goes_is_not_missed,
+    ));
+    cases.push(case(
+        "a_successor_that_dies_is_not_missed",
+        a_successor_that_dies_is_not_missed,
+    ));
+    cases.push(case(
+        "an_agent_that_dies_meanwhile_is_succeeded",
+        an_agent_that_dies_meanwhile_is_succeeded,
+    ));
+    cases.push(case("what_differs_is_refused", what_differs_is_refused));
+    cases.push(case(
+        "an_agent_that_is_stopped_meanwhile_is_not_taken_over",
+        an_agent_that_is_stopped_meanwhile_is_not_taken_over,
+    ));
+    suite(Needs::Agent, 1, cases)
+}
+
+fn takeovers() -> usize {
+    match std::env::var("REDIRECTOR_TAKEOVERS") {
+        Ok(number) => number.parse().expect("REDIRECTOR_TAKEOVERS is a number"),
+        Err(_) => TAKEOVERS,
+    }
+}
+
+fn ask(from: &Pod, to: &Pod) -> std::io::Result<String> {
+    let answer = app::ask(&from.ns, to.addr(Family::V4, PORT), &format!("{CANARY}\n"))?;
+    Ok(answer.trim_end().to_owned())
+}
+
+/// What a client gets that has asked.
+fn answer(from: &Pod) -> String {
+    format!("{CANARY} {}", from.v4)
+}
+
+/// Runs `work` while clients open connections from `from` to `to`, and returns how many there were. None may fail.
+fn under_load<T>(from: &Pod, to: &Pod, work: impl FnOnce() -> T) -> (T, usize) {
+    struct Over<'a>(&'a AtomicBool);
+    impl Drop for Over<'_> {
+        fn drop(&mut self) {
+            self.0.store(true, Ordering::Relaxed);
+        }
+    }
+    let (over, opened) = (AtomicBool::new(false), AtomicUsize::new(0));
+    let failures = Mutex::new(Vec::new());
+    let expected = answer(from);
+    let result = thread::scope(|scope| {
+        for _ in 0..CLIENTS {
+            scope.spawn(|| {
+                while !over.load(Ordering::Relaxed) {
+                    let number = opened.fetch_add(1, Ordering::Relaxed);
+                    match ask(from, to) {
+                        Ok(answer) if answer == expected => {}
+                        wrong => failures.lock().unwrap().push(format!("{number}: {wrong:?}")),
+                    }
+                    thread::sleep(PAUSE);
+                }
+            });
+        }
+        let _over = Over(&over);
+        work()
+    });
+    let failures = failures.into_inner().unwrap();
+    let opened = opened.into_inner();
+    assert!(
+        failures.is_empty(),
+        "{} of {opened} connections failed: {:#?}",
+        failures.len(),
+        &failures[..failures.len().min(10)]
+    );
+    (result, opened)
+}
+
+/// Neither a connection nor an event: pods come and go all the while.
+fn nothing_is_lost(mut mesh: Mesh, ports: &[u16], times: usize) {
+    let _app = App::start(&mesh.server.ns, (Family::V4.any(), PORT).into(), app::who);
+    let visitor = mesh.node.pod("visitor");
+    let capture = mesh.node.capture(&mesh.server);
+    let Mesh {
+        agent,
+        client,
+        server,
+        node,
+        ..
+    } = &mut mesh;
+    let retransmitted = || counters::kernel(&client.ns, "TcpExt", "TCPSynRetrans");
+    let (before, socket) = (retransmitted(), agent.cni_socket());
+    let over = AtomicBool::new(false);
+    let (visits, opened) = thread::scope(|scope| {
+        let visiting = scope.spawn(|| {
+            let event = cni::event(&visitor).to_string();
+            let mut visits = 0;
+            while !over.load(Ordering::Relaxed) {
+                for path in ["/cmdadd", "/cmddel"] {
+                    let answer = cni::post(&socket, path, &event).unwrap();
+                    assert_eq!(answer.status, 200, "{path}: {}", answer.body);
+                }
+                visits += 1;
+            }
+            visits
+        });
+        let ((), opened) = under_load(client, server, || {
+            for number in 0..times {
+                let mut old = agent.taken_over(node);
+                let status = old.end();
+                assert!(status.success(), "{number}: {status}");
+            }
+        });
+        over.store(true, Ordering::Relaxed);
+        (visiting.join().unwrap(), opened)
+    });
+    println!("{times} takeovers, {opened} connections, {visits} pods that came and went");
+    assert_eq!(retransmitted(), before, "SYNs were lost");
+    let segments = capture.stop();
+    assert_eq!(opened_ports(&segments), ports);
+    assert_eq!(contains(&segments, CANARY.as_bytes()), ports == [PORT]);
+    // The last one is whole: pods, readiness and its end are its own.
+    assert!(agent.pods().len() >= 2);
+    assert!(agent.stop().success());
+    assert!(!socket.exists() && !agent.state_dir().join("takeover.sock").exists());
+}
+
+/// A connection from before is carried by the old agent until it ends, and that agent ends then.
+fn what_is_open_goes_on() {
+    let mut mesh = Mesh::hbone(Options {
+        arguments: vec!["--connection-termination-deadline=60s".to_owned()],
+        ..Options::default()
+    });
+    let _echo = App::start(&mesh.server.ns, (Family::V4.any(), PORT + 1).into(), app::echo);
+    let _app = App::start(&mesh.server.ns, (Family::V4.any(), PORT).into(), app::who);
+    let long = app::connect(&mesh.client.ns, mesh.server.addr(Family::V4, PORT + 1)).unwrap();
+    says(&long, "before");
+    let mut old = mesh.agent.taken_over(&mesh.node);
+    for _ in 0..20 {
+        says(&long, "after");
+        assert_eq!(ask(&mesh.client, &mesh.server).unwrap(), answer(&mesh.client));
+    }
+    assert!(old.ended().is_none(), "it ended before its connection");
+    drop(long);
+    assert!(old.end().success());
+    works(&mesh);
+}
+
+fn says(mut stream: &std::net::TcpStream, text: &str) {
+    use std::io::{Read as _, Write as _};
+    stream.write_all(text.as_bytes()).unwrap();
+    let mut answer = vec![0; text.len()];
+    stream.read_exact(&mut answer).unwrap();
+    assert_eq!(answer, text.as_bytes());
+}
+
+/// Connections and events are served.
+fn works(mesh: &Mesh) {
+    assert_eq!(ask(&mesh.client, &mesh.server).unwrap(), answer(&mesh.client));
+    mesh.agent.enrol(&mesh.stranger);
+    mesh.agent.release(&mesh.stranger);
+}
+
+/// One that speaks as an agent would.
+struct Asker {
+    socket: Seqpacket,
+    runtime: tokio::runtime::Runtime,
+}
+
+impl Asker {
+    fn connect(agent: &Agent) -> Self {
+        Self::try_connect(agent).unwrap()
+    }
+
+    /// Whether an agent would hand over: it has not done so yet.
+    fn welcomed(agent: &Agent) -> bool {
+        let Ok(asker) = Self::try_connect(agent) else {
+            return false;
+        };
+        let hello = Self::hello(&BTreeMap::new());
+        let said = asker.runtime.block_on(asker.socket.send(hello.as_bytes(), &[]));
+        said.is_ok() && asker.hear().0["message"] == "welcome"
+    }
+
+    fn try_connect(agent: &Agent) -> std::io::Result<Self> {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .unwrap();
+        let path = agent.state_dir().join("takeover.sock");
+        let socket = runtime.block_on(async { Seqpacket::connect(&path) })?;
+        Ok(Self { socket, runtime })
+    }
+
+    fn say(&self, message: &str) {
+        let sent = self.runtime.block_on(self.socket.send(message.as_bytes(), &[]));
+        sent.unwrap();
+    }
+
+    /// The next message, and its descriptors; `Null` at the end.
+    fn hear(&self) -> (Value, Vec<std::os::fd::OwnedFd>) {
+        let receive = async {
+            // What it has left unread is told before what it has said.
+            match self.socket.recv(1 << 16).await {
+                Err(error) if error.kind() == std::io::ErrorKind::ConnectionReset => {
+                    self.socket.recv(1 << 16).await
+                }
+                received => received,
+            }
+        };
+        let received = self
+            .runtime
+            .block_on(async { tokio::time::timeout(DEADLINE, receive).await });
+        let message = received.expect("an answer in time").unwrap();
+        let value = match message.bytes.is_empty() {
+            true => Value::Null,
+            false => serde_json::from_slice(&message.bytes).unwrap(),
+        };
+        (value, message.fds)
+    }
+
+    fn hello(settings: &BTreeMap<&str, &str>) -> String {
+        json!({"message": "hello", "protocol": 1, "version": "of the test", "settings": settings}).to_string()
+    }
+}
+
+const PAUSE_MESSAGE: &str = r#"{"message":"pause"}"#;
+
+/// At whatever step it goes, or says what it should not.
+fn who_asks_and_goes_is_not_missed() {
+    let mut mesh = Mesh::hbone(Options::default());
+    let _app = App::start(&mesh.server.ns, (Family::V4.any(), PORT).into(), app::who);
+    let hello = Asker::hello(&BTreeMap::new());
+    let Mesh {
+        agent,
+        client,
+        server,
+        ..
+    } = &mesh;
+    under_load(client, server, || {
+        for steps in 0..4 {
+            let asker = Asker::connect(agent);
+            if steps > 0 {
+                asker.say(&hello);
+                let (welcome, fds) = asker.hear();
+                assert_eq!(welcome["message"], "welcome", "{welcome}");
+                assert_eq!(fds.len(), 7, "{welcome}");
+            }
+            if steps > 1 {
+                asker.say(PAUSE_MESSAGE);
+            }
+            if steps > 2 {
+                let pods: Vec<_> = (0..3).map(|_| asker.hear()).collect();
+                let kinds = pods
+                    .iter()
+                    .map(|(message, fds)| (message["message"].as_str().unwrap(), fds.len()));
+                assert!(kinds.eq([("pod", 3), ("pod", 3), ("pods", 0)]), "{pods:?}");
+                let listening = redirector::sys::socket::local_addr(pods[0].1[0].as_fd()).unwrap();
+                assert_eq!(SocketAddr::port(&listening), 15001);
+            }
+        }
+        for (words, expected) in [
+            (&["{}"][..], "no message"),
+            (&[PAUSE_MESSAGE], "out of turn"),
+            (&[hello.as_str(), r#"{"message":"commit"}"#], "out of turn"),
+            (&[hello.as_str(), "pause"], "no message"),
+        ] {
+            let asker = Asker::connect(agent);
+            for word in words {
+                asker.say(word);
+            }
+            let (mut heard, _) = asker.hear();
+            if heard["message"] == "welcome" {
+                (heard, _) = asker.hear();
+            }
+            assert_eq!(heard["message"], "withdrawn", "{words:?}: {heard}");
+            let reason = heard["reason"].as_str().unwrap();
+            assert!(reason.contains(expected), "{words:?}: {reason}");
+        }
+    });
+    works(&mesh);
+    let mut old = mesh.agent.taken_over(&mesh.node);
+    assert!(old.end().success());
+    works(&mesh);
+}
+
+/// Killed at whatever time: the other one goes on, and nobody notices, unless it had handed over by then.
+fn a_successor_that_dies_is_not_missed() {
+    let mut mesh = Mesh::hbone(Options::default());
+    let _app = App::start(&mesh.server.ns, (Family::V4.any(), PORT).into(), app::who);
+    for life in lives() {
+        let old = mesh.agent.succeed(&mesh.node);
+        thread::sleep(life);
+        mesh.agent.kill();
+        mesh.agent = old;
+        if Asker::welcomed(&mesh.agent) {
+            under_load(&mesh.client, &mesh.server, || thread::sleep(PAUSE * 10));
+        } else {
+            assert!(mesh.agent.end().success());
+            mesh.agent.restart(&mesh.node);
+        }
+        works(&mesh);
+    }
+}
+
+fn lives() -> impl Iterator<Item = Duration> {
+    (0..20).map(|step| Duration::from_millis(step * 60))
+}
+
+/// Killed at whatever time: the other one goes on by itself.
+fn an_agent_that_dies_meanwhile_is_succeeded() {
+    let mut mesh = Mesh::hbone(Options::default());
+    let _app = App::start(&mesh.server.ns, (Family::V4.any(), PORT).into(), app::who);
+    for life in lives() {
+        let mut old = mesh.agent.succeed(&mesh.node);
+        thread::sleep(life);
+        old.kill();
+        wait::until("the successor to serve", || {
+            assert!(mesh.agent.ended().is_none(), "{life:?}:\n{}", mesh.agent.log());
+            (ask(&mesh.client, &mesh.server).ok()? == answer(&mesh.client)).then_some(())
+        });
+        wait::until("the successor to take events", || {
+            let answer = cni::post(
+                &mesh.agent.cni_socket(),
+                "/cmdadd",
+                &cni::event(&mesh.client).to_string(),
+            );
+            (answer.ok()?.status == 200).then_some(())
+        });
+        works(&mesh);
+    }
+}
+
+/// The successor ends with what is wrong, and the other one goes on.
+fn what_differs_is_refused() {
+    let mesh = Mesh::hbone(Options::default());
+    let _app = App::start(&mesh.server.ns, (Family::V4.any(), PORT).into(), app::who);
+    let directory = mesh.node.directory();
+    for (flag, value, expected) in [
+        (
+            "--metrics-addr",
+            "127.0.0.1:15999",
+            "--metrics-addr is 127.0.0.1:15020 there",
+        ),
+        ("--redirect", "none", "--redirect is ebpf there, and none here"),
+        ("--ipv6-enabled", "false", "--ipv6-enabled is true there"),
+        (
+            "--ztunnel-uds",
+            "zds.sock",
+            "with --ztunnel-uds the listeners are other",
+        ),
+    ] {
+        let mut second = process::command(&mesh.node.host.ns, binary().unwrap());
+        second.args(["agent", "--takeover=auto", "--fake-ca"]);
+        second.arg("--workloads").arg(directory.join("workloads.yaml"));
+        for (flag, file) in [
+            ("--cni-socket", "cni.sock"),
+            ("--state-dir", "state"),
+            ("--bpffs-dir", "bpf"),
+        ] {
+            second.arg(flag).arg(directory.join(file));
+        }
+        let mut addresses = BTreeMap::from([
+            ("--admin-addr", "127.0.0.1:15000"),
+            ("--metrics-addr", "127.0.0.1:15020"),
+            ("--readiness-addr", "127.0.0.1:15021"),
+        ]);
+        addresses.insert(flag, value);
+        for (flag, value) in addresses {
+            second.arg(format!("{flag}={value}"));
+        }
+        let (status, text) = process::output(&mut second, DEADLINE);
+        assert!(!status.success(), "{flag}: {text}");
+        let last = text.lines().last().unwrap_or_default();
+        assert!(last.contains(expected), "{flag}: {text}");
+        works(&mesh);
+    }
+}
+
+/// Whoever has not got it all by then gets nothing, and touches nothing.
+fn an_agent_that_is_stopped_meanwhile_is_not_taken_over() {
+    let mut mesh = Mesh::hbone(Options::default());
+    let asker = Asker::connect(&mesh.agent);
+    asker.say(&Asker::hello(&BTreeMap::new()));
+    assert_eq!(asker.hear().0["message"], "welcome");
+    assert!(mesh.agent.stop().success());
+    let withdrawn = asker.hear().0;
+    assert_eq!(withdrawn["reason"], "it is being stopped", "{withdrawn}");
+    drop(asker);
+    let _app = App::start(&mesh.server.ns, (Family::V4.any(), PORT).into(), app::who);
+    mesh.agent.restart(&mesh.node);
+    wait::until("the pods to be back", || ask(&mesh.client, &mesh.server).ok());
+    works(&mesh);
+}
