@@ -153,7 +153,7 @@ fn certificates() -> Value {
 fn metrics() -> String {
     let counts = |number| {
         [("egress", "captured", 2), ("egress", "own", 1), ("ingress", "captured", 0)].map(|(program, verdict, count)| {
-            format!("redirector_verdicts_total{{pod=\"uid-{number}\",program=\"{program}\",verdict=\"{verdict}\"}} {count}\n")
+            format!("redirector_verdicts_total{{pod=\"uid-{number}\",program=\"{program}\",verdict=\"{verdict}\",namespace=\"a}} 7\\\",program=\\\"x\",pod_name=\"p{number}\",uid=\"uid-{number}\"}} {count}\n")
         })
     };
     (0..PODS).flat_map(counts).collect()

@@ -239,7 +239,8 @@ function showCertificates(view) {
   identities.show(all.sort((one, other) => bad(one) - bad(other) || (certificateEnd(one) ?? 0) - (certificateEnd(other) ?? 0)));
 }
 
-const VERDICT = /^redirector_verdicts_total\{pod="[^"]*",program="([^"]*)",verdict="([^"]*)"\} (\d+)/gm;
+// A quote within a value is escaped, so none of a pod's names can pass for a label.
+const VERDICT = /^redirector_verdicts_total\{(?=(?:.*,)?program="([^"]*)")(?=(?:.*,)?verdict="([^"]*)").*\} (\d+)$/gm;
 function showMetrics(text) {
   const sums = new Map();
   for (const [, program, verdict, count] of text.matchAll(VERDICT)) {
