@@ -381,6 +381,7 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
         backend,
         config: serde_json::to_value(&config).unwrap_or_default(),
         dumps: Default::default(),
+        scrapes: Default::default(),
         quit: quit.clone(),
         stopping: stopping.clone(),
     });

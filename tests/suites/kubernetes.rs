@@ -112,7 +112,7 @@ fn labels_that_no_watch_told_count_before_a_pod_is_let_out() {
 
     api.namespace_untold("demo", &json!({ "istio.io/dataplane-mode": "ambient" }));
     world.add(late);
-    assert_eq!(world.state(late).as_deref(), Some("captured"));
+    world.wait_captured(late);
     world.wait_told(late, Some("enabled"));
 }
 

@@ -2,6 +2,7 @@
 
 use std::{
     collections::BTreeSet,
+    io,
     process::ExitCode,
     thread,
     time::{Duration, Instant},
@@ -153,7 +154,12 @@ fn talk(agent: &Agent, node: &Node, pods: &[Pod]) {
         let server = &pods[pods.len() - 1 - pair * (pods.len() / 2) / PAIRS];
         let _app = App::start(&server.ns, (family.any(), PORT).into(), app::who);
         let capture = node.capture(server);
-        let seen = app::ask_who(&client.ns, server.addr(family, PORT));
+        // Of five hundred that have just come, a neighbour may not have answered yet; what is refused is refused otherwise.
+        let seen = wait::until("the neighbour to be found", || {
+            let seen = app::ask_who(&client.ns, server.addr(family, PORT));
+            let unknown = |error: &io::Error| error.kind() == io::ErrorKind::HostUnreachable;
+            (!seen.as_ref().is_err_and(unknown)).then_some(seen)
+        });
         let seen = seen.unwrap_or_else(|error| {
             panic!(
                 "{} to {} by {}: {error}\n{}",
@@ -213,7 +219,12 @@ fn comes_back(agent: &Agent, node: &Node, before: &Holdings, process: Process) {
         let now = Process::of(agent).threads;
         (now <= process.threads).then_some(now)
     });
-    let resident = Process::of(agent).resident_kib;
+    // Memory is given back every ten seconds.
+    let (mut resident, begun) = (Process::of(agent).resident_kib, Instant::now());
+    while resident > process.resident_kib + MEMORY_KIB && begun.elapsed() < IDLE * 3 {
+        thread::sleep(Duration::from_millis(200));
+        resident = Process::of(agent).resident_kib;
+    }
     println!(
         "after: {}; {resident} KiB resident, {threads} threads",
         now.line()

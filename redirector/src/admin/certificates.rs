@@ -91,11 +91,12 @@ impl Identity {
 
     /// How it stands, where what ends within this time ends soon.
     pub(crate) fn standing(&self, now: OffsetDateTime, within: Duration) -> Standing {
-        let Some(leaf) = self.cert_chain.first() else {
+        if self.cert_chain.is_empty() {
             let is_new = self.state == "Initializing";
             return if is_new { Standing::Soon } else { Standing::Bad };
-        };
-        if self.state != "Available" || leaf.ends().is_none_or(|end| end <= now) {
+        }
+        let ended = |certificate: &Certificate| certificate.ends().is_none_or(|end| end <= now);
+        if self.state != "Available" || self.cert_chain.iter().any(ended) {
             return Standing::Bad;
         }
         let all = self.cert_chain.iter().chain(&self.root_certs);

@@ -113,6 +113,13 @@ impl Client {
         serde_json::from_str(&body).map_err(|error| self.unreadable(path, Chain(&error).to_string()))
     }
 
+    /// Whether an answer is JSON, and whole.
+    pub fn check_json(&self, path: &str, body: &str) -> Result<(), Error> {
+        serde_json::from_str::<serde::de::IgnoredAny>(body)
+            .map(drop)
+            .map_err(|error| self.unreadable(path, Chain(&error).to_string()))
+    }
+
     /// Asks for something to be done.
     pub fn post(&self, path: &str) -> Result<String, Error> {
         self.ask("POST", path)

@@ -13,7 +13,7 @@ use hyper::body::Frame;
 use serde::{Serialize, Serializer};
 use serde_json::Value;
 use tokio::{
-    sync::{Semaphore, mpsc},
+    sync::{OwnedSemaphorePermit, Semaphore, mpsc},
     time::timeout,
 };
 use tokio_stream::wrappers::ReceiverStream;
@@ -44,9 +44,19 @@ const PIECE_BYTES: usize = 64 * 1024;
 /// Pieces that wait to be read.
 const PIECES: usize = 4;
 
-/// Lets one dump be made at a time.
+/// Lets one be made at a time.
 #[derive(Debug)]
 pub struct Turn(Arc<Semaphore>);
+
+impl Turn {
+    /// Waits for it, for as long as one may.
+    pub(super) async fn take(&self) -> Option<OwnedSemaphorePermit> {
+        timeout(WAIT, Arc::clone(&self.0).acquire_owned())
+            .await
+            .ok()?
+            .ok()
+    }
+}
 
 impl Default for Turn {
     fn default() -> Self {
@@ -65,8 +75,7 @@ struct Snapshot {
 
 /// The answer.
 pub(super) async fn answer(admin: &Admin) -> Answer {
-    let turn = timeout(WAIT, Arc::clone(&admin.dumps.0).acquire_owned()).await;
-    let Ok(Ok(turn)) = turn else {
+    let Some(turn) = admin.dumps.take().await else {
         return text(
             StatusCode::SERVICE_UNAVAILABLE,
             "somebody else's dump is still being made: ask again\n",

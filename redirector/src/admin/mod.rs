@@ -73,6 +73,8 @@ pub struct Admin {
     pub config: Value,
     /// Whose turn it is to have a config dump.
     pub dumps: dump::Turn,
+    /// Whose turn it is to have the metrics.
+    pub scrapes: dump::Turn,
     /// Cancelled to stop the agent.
     pub quit: CancellationToken,
     /// The agent is stopping, so it is not ready.
@@ -170,8 +172,19 @@ impl Admin {
 
     /// Thousands of series are megabytes of text.
     async fn metrics(&self, headers: HeaderMap) -> Answer {
+        let Some(turn) = self.scrapes.take().await else {
+            return text(
+                StatusCode::SERVICE_UNAVAILABLE,
+                "others are being answered: ask again\n",
+            );
+        };
         let registry = Arc::clone(&self.registry);
-        blocking(move || scrape::answer(&registry, &headers)).await
+        blocking(move || {
+            let answer = scrape::answer(&registry, &headers);
+            drop(turn);
+            answer
+        })
+        .await
     }
 
     fn handle(&self, endpoint: Endpoint, request: &Request<Bytes>) -> Answer {

@@ -51,6 +51,7 @@ fn fixture() -> Fixture {
         backend: "test",
         config: json!({"redirect": "test"}),
         dumps: Default::default(),
+        scrapes: Default::default(),
         quit: CancellationToken::new(),
         stopping: CancellationToken::new(),
     };

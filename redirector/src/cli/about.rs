@@ -41,7 +41,11 @@ pub(super) struct ManArguments {
 }
 
 pub(super) fn dump(arguments: &DumpArguments) -> anyhow::Result<()> {
-    let dump = arguments.asked.client().get("/config_dump")?;
+    let client = arguments.asked.client();
+    let path = "/config_dump";
+    let dump = client.get(path)?;
+    // It comes in pieces, and its end alone says that it is whole.
+    client.check_json(path, &dump)?;
     match &arguments.file {
         Some(path) => write(path, &dump).with_context(|| format!("cannot write {}", path.display())),
         None => Ok(print(dump)?),

@@ -507,13 +507,18 @@ impl<L: Launch> Lifecycle<L> {
                 error!(%uid, error = %Chain(error), "the pod was not released in full")
             }
         }
-        answer(reply, result);
         self.settle(&uid);
+        // Who asks after the answer finds what it says.
+        let told = reply.is_some();
+        if told {
+            self.publish();
+        }
+        answer(reply, result);
         if looked {
             self.looking -= 1;
             self.start_checks();
         }
-        !whole_as_before
+        !whole_as_before && !told
     }
 
     fn retry(&mut self) {

@@ -133,11 +133,13 @@ class Table {
 
 const POD_STATES = {
   captured: { text: "captured", state: "good" },
+  impaired: { text: "impaired", state: "bad" },
   starting: { text: "starting", state: "wait" },
   stopping: { text: "stopping", state: "wait" },
   notCaptured: { text: "not captured", state: "bad" },
 };
-const podState = (pod) => POD_STATES[pod.state] ?? { text: pod.state, state: "wait" };
+const stateOf = (pod) => (pod.state === "captured" && pod.impaired ? "impaired" : pod.state);
+const podState = (pod) => POD_STATES[stateOf(pod)] ?? { text: pod.state, state: "wait" };
 
 const pods = new Table("pods", [
   { title: "Pod", of: (pod) => named(pod) },
@@ -205,9 +207,9 @@ function showPods(view) {
   reasons.replaceChildren(...view.pending.map((reason) => element("li", `waits for ${reason}`)));
   const missed = view.missed.map((pod) => ({ ...pod, state: "notCaptured" }));
   const all = [...missed, ...view.pods];
-  const rank = (pod) => ["notCaptured", "starting", "stopping"].indexOf(pod.state) >>> 0;
+  const rank = (pod) => ["notCaptured", "impaired", "starting", "stopping"].indexOf(stateOf(pod)) >>> 0;
   all.sort((one, other) => rank(one) - rank(other) || inOrder.compare(named(one), named(other)));
-  const captured = all.filter((pod) => pod.state === "captured").length;
+  const captured = all.filter((pod) => stateOf(pod) === "captured").length;
   byId("tile-pods").textContent = `${number.format(captured)} of ${number.format(all.length)}`;
   pods.show(all);
 }
