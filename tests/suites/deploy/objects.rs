@@ -27,7 +27,17 @@ struct PodMonitor {
 #[serde(deny_unknown_fields, rename_all = "camelCase")]
 struct PodMonitorSpec {
     selector: k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector,
-    pod_metrics_endpoints: Vec<BTreeMap<String, String>>,
+    pod_metrics_endpoints: Vec<PodMetricsEndpoint>,
+}
+
+#[derive(serde::Serialize, serde::Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "camelCase")]
+struct PodMetricsEndpoint {
+    port: String,
+    path: String,
+    honor_labels: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    interval: Option<String>,
 }
 
 #[derive(serde::Serialize, serde::Deserialize)]
