@@ -17,11 +17,14 @@ pub struct DirectoryLock {
     directory: File,
 }
 
+const UNSEEN: &str = "a process that is not seen from here: as root on the node, `fuser -v` with the directory's path shows who has \
+                      it open";
+
 /// Why a directory cannot be locked.
 #[derive(Debug, thiserror::Error)]
 pub enum LockError {
     /// Another process has it.
-    #[error("locked by {}", holder.map_or("another process".to_owned(), |pid| format!("process {pid}")))]
+    #[error("locked by {}", holder.map_or(UNSEEN.to_owned(), |pid| format!("process {pid}")))]
     Held {
         /// Its process id, where it can be seen.
         holder: Option<u32>,
@@ -58,7 +61,7 @@ impl DirectoryLock {
         match directory.try_lock() {
             Ok(()) => Ok(Self { directory }),
             Err(TryLockError::WouldBlock) => Err(LockError::Held {
-                holder: holding_process(&directory.metadata()?),
+                holder: holding_process(&directory.metadata()?, true),
             }),
             Err(TryLockError::Error(error)) => Err(error.into()),
         }
@@ -88,19 +91,23 @@ pub enum Holder {
 /// Those of open(2) and flock(2).
 pub fn holder(path: &Path) -> io::Result<Holder> {
     let directory = File::open(path)?;
-    if let Some(pid) = holding_process(&directory.metadata()?) {
+    let metadata = directory.metadata()?;
+    if let Some(pid) = holding_process(&metadata, false) {
         return Ok(Holder::Process(pid));
     }
     match directory.try_lock_shared() {
         Ok(()) => Ok(Holder::Nobody),
-        Err(TryLockError::WouldBlock) => Ok(Holder::Hidden),
+        Err(TryLockError::WouldBlock) => {
+            Ok(holding_process(&metadata, true).map_or(Holder::Hidden, Holder::Process))
+        }
         Err(TryLockError::Error(error)) => Err(error),
     }
 }
 
-/// The process that has a file locked; `None` when it is in another PID namespace, or has handed the lock over and ended.
-fn holding_process(metadata: &Metadata) -> Option<u32> {
-    let locks = fs::read_to_string("/proc/locks").ok()?;
+/// A process that has a file locked; `None` when it is in another PID namespace. It need not be the one that has locked it first: that
+/// one may have handed the lock over and ended, and its id may be another's by now. So each is asked for its descriptors: those of the
+/// first, and of all others if it is to be `searched`, which takes a while.
+fn holding_process(metadata: &Metadata, searched: bool) -> Option<u32> {
     let device = metadata.dev();
     // proc_locks(5): major and minor in hexadecimal, inode in decimal.
     let file = format!(
@@ -109,19 +116,33 @@ fn holding_process(metadata: &Metadata) -> Option<u32> {
         libc::minor(device),
         metadata.ino()
     );
-    find_holder(&locks, &file).filter(|pid| Path::new("/proc").join(pid.to_string()).exists())
+    let locks = fs::read_to_string("/proc/locks").unwrap_or_default();
+    let first = locks.lines().find_map(|line| locker(line, &file));
+    first.filter(|pid| has_lock(*pid, &file)).or_else(|| {
+        let all = fs::read_dir("/proc").ok().filter(|_| searched)?;
+        let mut pids = all.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
+        pids.find(|pid| has_lock(*pid, &file))
+    })
 }
 
-/// `1: FLOCK  ADVISORY  WRITE 4711 00:1a:5 0 EOF`; a line of one who waits has `->` before the kind.
-fn find_holder(locks: &str, file: &str) -> Option<u32> {
-    let of = |line: &str| {
-        let words: Vec<_> = line.split_whitespace().collect();
-        match words[..] {
-            [_, "FLOCK", _, _, pid, id, ..] if id == file => pid.parse().ok(),
-            _ => None,
-        }
-    };
-    locks.lines().find_map(of).filter(|pid| *pid > 0)
+/// Whether one of a process's descriptors is of the open file that has `file` locked: proc_pid_fdinfo(5).
+fn has_lock(pid: u32, file: &str) -> bool {
+    let descriptors = fs::read_dir(format!("/proc/{pid}/fdinfo"));
+    descriptors.into_iter().flatten().flatten().any(|entry| {
+        let info = fs::read_to_string(entry.path()).unwrap_or_default();
+        let mut locks = info.lines().filter_map(|line| line.strip_prefix("lock:"));
+        locks.any(|lock| locker(lock, file).is_some())
+    })
+}
+
+/// Who has locked `file` by flock(2), if this line says so: `1: FLOCK  ADVISORY  WRITE 4711 00:1a:5 0 EOF`, with `->` before the kind if
+/// it waits. The id is not positive where it cannot be told.
+fn locker(line: &str, file: &str) -> Option<u32> {
+    let words: Vec<_> = line.split_whitespace().collect();
+    match words[..] {
+        [_, "FLOCK", _, _, pid, id, ..] if id == file => Some(pid.parse().unwrap_or_default()),
+        _ => None,
+    }
 }
 
 #[cfg(test)]
@@ -168,13 +189,45 @@ mod tests {
     }
 
     #[test]
+    fn a_lock_that_was_handed_over_is_not_of_who_locked_it() {
+        let directory = tempfile::tempdir().unwrap();
+        // A child locks the directory by a descriptor of this process's, and ends.
+        let ours = File::open(directory.path()).unwrap();
+        let mut child = std::process::Command::new("flock");
+        child.args(["--exclusive", "0"]).stdin(ours.try_clone().unwrap());
+        assert!(child.status().unwrap().success());
+        drop(child);
+        let own = std::process::id();
+        let error = DirectoryLock::take(directory.path()).unwrap_err();
+        let seen = holder(directory.path()).unwrap();
+        match seen {
+            // As where the device of locks is not the directory's.
+            Holder::Hidden => assert!(matches!(error, LockError::Held { holder: None }), "{error}"),
+            seen => {
+                assert_eq!(seen, Holder::Process(own));
+                assert_eq!(error.to_string(), format!("locked by process {own}"));
+            }
+        }
+        drop(ours);
+        assert_eq!(holder(directory.path()).unwrap(), Holder::Nobody);
+    }
+
+    #[test]
     fn the_holder_is_found_among_others() {
-        let locks = "1: POSIX  ADVISORY  WRITE 7 00:1a:5 0 EOF\n\
-                     2: FLOCK  ADVISORY  WRITE 42 00:1a:5 0 EOF\n\
-                     2: -> FLOCK  ADVISORY  WRITE 43 00:1a:6 0 EOF\n\
-                     3: FLOCK  ADVISORY  WRITE 0 00:1a:7 0 EOF\n";
-        assert_eq!(find_holder(locks, "00:1a:5"), Some(42));
-        assert_eq!(find_holder(locks, "00:1a:6"), None);
-        assert_eq!(find_holder(locks, "00:1a:7"), None);
+        for (line, expected) in [
+            ("1: POSIX  ADVISORY  WRITE 7 00:1a:5 0 EOF", None),
+            ("2: FLOCK  ADVISORY  WRITE 42 00:1a:5 0 EOF", Some(42)),
+            ("\t2: FLOCK  ADVISORY  WRITE -1 00:1a:5 0 EOF", Some(0)),
+            ("2: -> FLOCK  ADVISORY  WRITE 43 00:1a:5 0 EOF", None),
+            ("3: FLOCK  ADVISORY  WRITE 42 00:1a:7 0 EOF", None),
+        ] {
+            assert_eq!(locker(line, "00:1a:5"), expected, "{line}");
+        }
+    }
+
+    #[test]
+    fn one_that_cannot_be_seen_is_told_how_to_be_found() {
+        let error = LockError::Held { holder: None }.to_string();
+        assert!(error.contains("fuser -v"), "{error}");
     }
 }
