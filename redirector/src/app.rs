@@ -55,7 +55,9 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
     prepare_process()?;
     info!(config = %serde_json::to_string(&config).unwrap_or_default(), "effective configuration");
 
-    let foundation = Foundation::lay(&config).await?;
+    let Some(foundation) = Foundation::lay(&config, &mut signals).await? else {
+        return Ok(());
+    };
     let (mut agent, opening) = Agent::start(config, logs, foundation).await?;
     let why = agent.until(&mut signals, opening).await;
     agent.stop(why).await
@@ -74,20 +76,27 @@ struct Foundation {
 }
 
 impl Foundation {
-    async fn lay(config: &Config) -> Result<Self, Error> {
-        let mut succession = Succession::begin(config).await?;
+    /// `None` when the agent is stopped while it waits for another one, which goes on then.
+    async fn lay(config: &Config, signals: &mut Signals) -> Result<Option<Self>, Error> {
+        let Some(succession) = signals.unless(Succession::begin(config)).await else {
+            return Ok(None);
+        };
+        let mut succession = succession?;
         let mut bound = Bound::bind(config, &mut succession).await?;
 
         let (mut serving, mut registry) = (Serving::default(), metrics::registry());
         let known = Known::start(config, &mut registry, &mut serving)?;
-        succession.pods(&known).await?;
+        let Some(pods) = signals.unless(succession.pods(&known)).await else {
+            return Ok(None);
+        };
+        pods?;
 
         let Succession { before, foreign, .. } = &mut succession;
         let pins = backend::lock_pins(config, before, &mut bound.holdings).await?;
         let holdings = std::mem::take(&mut bound.holdings);
         let giver = Giver::bind(config, before, foreign, holdings).map_err(Error::TakeoverSocket)?;
         let redirector = backend::open(config).await?;
-        Ok(Self {
+        Ok(Some(Self {
             succession,
             bound,
             known,
@@ -96,7 +105,7 @@ impl Foundation {
             pins,
             giver,
             redirector,
-        })
+        }))
     }
 }
 
@@ -120,10 +129,21 @@ impl Signals {
         })
     }
 
-    async fn next(&mut self) -> &'static str {
-        tokio::select! {
+    /// The next one, which is told.
+    async fn next(&mut self) {
+        let name = tokio::select! {
             _ = self.terminate.recv() => "SIGTERM",
             _ = self.interrupt.recv() => "SIGINT",
+        };
+        info!(signal = name, "stopping");
+    }
+
+    /// What is waited for; `None` when a signal comes first.
+    async fn unless<T>(&mut self, wait: impl Future<Output = T>) -> Option<T> {
+        tokio::select! {
+            biased;
+            done = wait => Some(done),
+            () = self.next() => None,
         }
     }
 }

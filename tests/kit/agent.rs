@@ -350,10 +350,21 @@ impl Agent {
     /// When it cannot be started.
     #[must_use]
     pub fn succeed(&mut self, node: &Node) -> Self {
+        self.succeed_with(node, &[])
+    }
+
+    /// The same, with more variables in the environment of the new one.
+    ///
+    /// # Panics
+    /// When it cannot be started.
+    #[must_use]
+    pub fn succeed_with(&mut self, node: &Node, environment: &[(&str, &str)]) -> Self {
         let mut options = self.options.clone();
-        options
-            .environment
-            .push(("TAKEOVER".to_owned(), "auto".to_owned()));
+        for (name, value) in [("TAKEOVER", "auto")].iter().chain(environment) {
+            options
+                .environment
+                .push(((*name).to_owned(), (*value).to_owned()));
+        }
         let successor = Self::spawn(node, &self.directory, options)
             .unwrap_or_else(|error| panic!("starting the agent's successor: {error:#}"));
         std::mem::replace(self, successor)

@@ -72,8 +72,28 @@ fn main() -> ExitCode {
     ));
     cases.push(case("what_differs_is_refused", what_differs_is_refused));
     cases.push(case(
-        "an_agent_that_is_stopped_meanwhile_is_not_taken_over",
-        an_agent_that_is_stopped_meanwhile_is_not_taken_over,
+        "an_agent_that_is_stopped_meanwhile_is_succeeded",
+        an_agent_that_is_stopped_meanwhile_is_succeeded,
+    ));
+    cases.push(case(
+        "an_agent_that_releases_its_pods_meanwhile_is_not_taken_over",
+        an_agent_that_releases_its_pods_meanwhile_is_not_taken_over,
+    ));
+    cases.push(case(
+        "a_successor_that_waits_ends_when_it_is_told",
+        a_successor_that_waits_ends_when_it_is_told,
+    ));
+    cases.push(case(
+        "a_successor_that_waits_goes_on_alone",
+        a_successor_that_waits_goes_on_alone,
+    ));
+    cases.push(case(
+        "a_pod_whose_record_is_damaged_stays_served",
+        a_pod_whose_record_is_damaged_stays_served,
+    ));
+    cases.push(case(
+        "an_agent_that_drains_holds_nobody_up",
+        an_agent_that_drains_holds_nobody_up,
     ));
     suite(Needs::Agent, 1, cases)
 }
@@ -366,12 +386,22 @@ fn lives() -> impl Iterator<Item = Duration> {
 
 /// Killed at whatever time: the other one goes on by itself.
 fn an_agent_that_dies_meanwhile_is_succeeded() {
+    an_agent_that_ends_meanwhile_is_succeeded(Agent::kill);
+}
+
+/// Stopped at whatever time, likewise, and it leaves in place what the other one goes on with.
+fn an_agent_that_is_stopped_meanwhile_is_succeeded() {
+    an_agent_that_ends_meanwhile_is_succeeded(|old| assert!(old.stop().success(), "{}", old.log()));
+}
+
+fn an_agent_that_ends_meanwhile_is_succeeded(end: fn(&mut Agent)) {
     let mut mesh = Mesh::hbone(Options::default());
     let _app = App::start(&mesh.server.ns, (Family::V4.any(), PORT).into(), app::who);
     for life in lives() {
-        let mut old = mesh.agent.succeed(&mesh.node);
+        // Otherwise it could end before anybody asks, and there is nobody to go on then.
+        let mut old = asked(&mut mesh, &[]);
         thread::sleep(life);
-        old.kill();
+        end(&mut old);
         wait::until("the successor to serve", || {
             assert!(mesh.agent.ended().is_none(), "{life:?}:\n{}", mesh.agent.log());
             (ask(&mesh.client, &mesh.server).ok()? == answer(&mesh.client)).then_some(())
@@ -387,6 +417,21 @@ fn an_agent_that_dies_meanwhile_is_succeeded() {
         works(&mesh);
     }
 }
+
+/// Starts a successor, and waits until it is welcomed; returns the agent that it takes over from. They have one log.
+fn asked(mesh: &mut Mesh, environment: &[(&str, &str)]) -> Agent {
+    let times = |agent: &Agent| agent.log().matches("taking over from the running agent").count();
+    let before = times(&mesh.agent);
+    let old = mesh.agent.succeed_with(&mesh.node, environment);
+    wait::until("the successor to be welcomed", || {
+        assert!(mesh.agent.ended().is_none(), "{}", mesh.agent.log());
+        (times(&mesh.agent) > before).then_some(())
+    });
+    old
+}
+
+/// A control plane that nobody reaches, which a successor waits for.
+const NOBODY: (&str, &str) = ("XDS_ADDRESS", "http://127.0.0.1:9");
 
 /// The successor ends with what is wrong, and the other one goes on.
 fn what_differs_is_refused() {
@@ -435,17 +480,99 @@ fn what_differs_is_refused() {
 }
 
 /// Whoever has not got it all by then gets nothing, and touches nothing.
-fn an_agent_that_is_stopped_meanwhile_is_not_taken_over() {
-    let mut mesh = Mesh::hbone(Options::default());
+fn an_agent_that_releases_its_pods_meanwhile_is_not_taken_over() {
+    let mut mesh = Mesh::hbone(Options {
+        arguments: vec!["--release-on-exit".to_owned()],
+        ..Options::default()
+    });
     let asker = Asker::connect(&mesh.agent);
     asker.say(&Asker::hello(&BTreeMap::new()));
     assert_eq!(asker.hear().0["message"], "welcome");
     assert!(mesh.agent.stop().success());
     let withdrawn = asker.hear().0;
-    assert_eq!(withdrawn["reason"], "it is being stopped", "{withdrawn}");
+    let reason = "it is being stopped, and releases its pods";
+    assert_eq!(withdrawn["reason"], reason, "{withdrawn}");
     drop(asker);
     let _app = App::start(&mesh.server.ns, (Family::V4.any(), PORT).into(), app::who);
     mesh.agent.restart(&mesh.node);
+    for pod in [&mesh.client, &mesh.server] {
+        mesh.agent.enrol(pod);
+    }
+    works(&mesh);
+}
+
+/// The other one goes on as if nobody had asked.
+fn a_successor_that_waits_ends_when_it_is_told() {
+    let mut mesh = Mesh::hbone(Options::default());
+    let _app = App::start(&mesh.server.ns, (Family::V4.any(), PORT).into(), app::who);
+    let old = asked(&mut mesh, &[NOBODY]);
+    let status = mesh.agent.stop();
+    assert!(status.success(), "{status}:\n{}", mesh.agent.log());
+    mesh.agent = old;
+    works(&mesh);
+}
+
+/// Without what it waits for: there is nobody else.
+fn a_successor_that_waits_goes_on_alone() {
+    let mut mesh = Mesh::hbone(Options::default());
+    let back = |agent: &Agent| agent.log().matches("pods of an earlier agent").count();
+    let before = back(&mesh.agent);
+    let mut old = asked(&mut mesh, &[NOBODY]);
+    old.kill();
+    wait::until("the successor to have the pods", || {
+        assert!(mesh.agent.ended().is_none(), "{}", mesh.agent.log());
+        (back(&mesh.agent) > before).then_some(())
+    });
+    mesh.agent.enrol(&mesh.stranger);
+    assert!(mesh.agent.stop().success());
+}
+
+/// The successor says which it is, and its listeners stay with the agent that has them.
+fn a_pod_whose_record_is_damaged_stays_served() {
+    let mut mesh = Mesh::hbone(Options::default());
+    let _app = App::start(&mesh.server.ns, (Family::V4.any(), PORT).into(), app::who);
+    let record = mesh
+        .agent
+        .state_dir()
+        .join(format!("pods/{}.json", mesh.server.uid));
+    let whole = std::fs::read(&record).unwrap();
+    std::fs::write(&record, &whole[..whole.len() / 2]).unwrap();
+    let old = mesh.agent.succeed(&mesh.node);
+    let status = mesh.agent.end();
+    let log = mesh.agent.log();
+    assert!(!status.success(), "{status}:\n{log}");
+    let expected = format!("the record of pod {}", mesh.server.uid);
+    let said = |line: &str| line.contains(&expected) && line.contains(".json.bad");
+    assert!(log.lines().any(said), "{log}");
+    mesh.agent = old;
+    works(&mesh);
+    // With what it was, all is well again.
+    std::fs::write(&record, &whole).unwrap();
+    let mut old = mesh.agent.taken_over(&mesh.node);
+    assert!(old.end().success());
+    works(&mesh);
+}
+
+/// Nor does it keep the directories: the one that has taken over can be followed at once when it dies.
+fn an_agent_that_drains_holds_nobody_up() {
+    let mut mesh = Mesh::hbone(Options {
+        arguments: vec!["--connection-termination-deadline=60s".to_owned()],
+        ..Options::default()
+    });
+    let _echo = App::start(&mesh.server.ns, (Family::V4.any(), PORT + 1).into(), app::echo);
+    let _app = App::start(&mesh.server.ns, (Family::V4.any(), PORT).into(), app::who);
+    let long = app::connect(&mesh.client.ns, mesh.server.addr(Family::V4, PORT + 1)).unwrap();
+    says(&long, "before");
+    let mut old = mesh.agent.taken_over(&mesh.node);
+    // When events are taken, the old one has let go of all.
+    works(&mesh);
+    mesh.agent.kill();
+    mesh.agent.restart(&mesh.node);
     wait::until("the pods to be back", || ask(&mesh.client, &mesh.server).ok());
+    works(&mesh);
+    says(&long, "after");
+    assert!(old.ended().is_none(), "it ended before its connection");
+    drop(long);
+    assert!(old.end().success());
     works(&mesh);
 }

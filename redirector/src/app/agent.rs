@@ -27,7 +27,7 @@ use super::{
     installer::Installer,
     start::{Known, Serving, release_memory, start_rules},
     table::Table,
-    takeover::{self, Given, Succession, resting},
+    takeover::{self, Given, Rests, Succession, resting},
     upkeep::Upkeep,
 };
 use crate::{
@@ -37,10 +37,11 @@ use crate::{
     identity::store::Store,
     pods::{
         admission::Admission,
-        kubernetes::Follower,
+        kubernetes::{Follower, Turn},
         launch::PodProxies,
         lifecycle,
         others::OtherProxies,
+        restore::Unknown,
         status::{self, PodStatus, Status},
     },
     proxy::{self, Shared, flows::Flows},
@@ -57,16 +58,18 @@ pub(super) struct Agent {
     lifecycle: JoinHandle<()>,
     /// What tells of pods: ended first.
     sources: JoinSet<()>,
+    endpoints: JoinSet<()>,
     serving: Serving,
     installer: Installer,
     giving: Fuse<JoinHandle<Option<Given>>>,
-    /// Ends `giving`.
-    withdraw: CancellationToken,
+    stop_giving: CancellationToken,
     /// It was asked to end.
     quit: CancellationToken,
     /// Ends what takes and carries out events.
     stopping: CancellationToken,
-    /// Ends the node's listeners: before the proxies when another agent has taken over.
+    /// What is told of the pods is another agent's to tell from now on.
+    over: CancellationToken,
+    /// Ends `endpoints`: before the proxies when another agent goes on.
     answering: CancellationToken,
     /// The tasks that have the pods' listeners open.
     listening: TaskTracker,
@@ -74,7 +77,8 @@ pub(super) struct Agent {
     foreign: Arc<AtomicBool>,
     release_on_exit: Arc<AtomicBool>,
     grace: Duration,
-    _locks: (DirectoryLock, Option<DirectoryLock>),
+    /// Of the directories of state and of pins.
+    locks: Option<(DirectoryLock, Option<DirectoryLock>)>,
 }
 
 impl Agent {
@@ -118,6 +122,7 @@ impl Agent {
         if succession.taking.is_none() {
             open.cancel();
         }
+        let over = CancellationToken::new();
         let metrics = Arc::new(proxy::Metrics::new(config.access_log()));
         metrics.register(&mut registry);
         let shared = Arc::new(Shared {
@@ -187,7 +192,12 @@ impl Agent {
         let follower = config.kubernetes_pods.as_ref().map(|pods| {
             let follower = Follower::new(Kubernetes::new(pods.cluster.clone()), pods.config.clone());
             follower.watch(&mut serving.tasks, &serving.stop);
-            follower.annotate(pods_status.clone(), &mut serving.tasks, &serving.stop);
+            let turn = Turn {
+                begin: open.clone(),
+                over: over.clone(),
+                stop: serving.stop.clone(),
+            };
+            follower.annotate(pods_status.clone(), &mut serving.tasks, turn);
             follower
         });
         let (installer, cni) = Installer::begin(&config, pods_status.clone(), open.clone());
@@ -213,7 +223,7 @@ impl Agent {
             stopping: stopping.clone(),
         });
         let answering = serving.stop.child_token();
-        endpoints.serve(&admin, &mut serving.tasks, &open, &answering);
+        let endpoints = endpoints.serve(&admin, &open, &answering);
         serving.spawn(release_memory);
 
         let lifecycle = tokio::spawn(lifecycle);
@@ -237,23 +247,25 @@ impl Agent {
             (restored, ready.clone(), resting.cni),
             stopping.clone(),
         ));
-        let withdraw = CancellationToken::new();
+        let stop_giving = CancellationToken::new();
         info!(backend, "agent started");
         let agent = Self {
             lifecycle,
             sources,
+            endpoints,
             serving,
             installer,
-            giving: tokio::spawn(giver.run(parts, ready.clone(), withdraw.clone())).fuse(),
-            withdraw,
+            giving: tokio::spawn(giver.run(parts, ready.clone(), stop_giving.clone())).fuse(),
+            stop_giving,
             quit,
             stopping,
+            over,
             answering,
             listening,
             foreign: Arc::clone(&succession.foreign),
             release_on_exit,
             grace: config.shutdown_grace.0,
-            _locks: (state, pins),
+            locks: Some((state, pins)),
         };
         let opening = Opening {
             back,
@@ -269,10 +281,7 @@ impl Agent {
     /// Runs until there is a reason to end.
     pub(super) async fn until(&mut self, signals: &mut Signals, opening: Opening) -> End {
         tokio::select! {
-            name = signals.next() => {
-                info!(signal = name, "stopping");
-                End::Asked
-            }
+            () = signals.next() => End::Asked,
             () = self.quit.cancelled() => {
                 info!("asked to stop");
                 End::Asked
@@ -284,42 +293,43 @@ impl Agent {
             Err(error) = opening.run() => End::Fault(Error::Takeover(error)),
             ended = &mut self.lifecycle => End::fault(ended),
             Some(ended) = self.sources.join_next() => End::fault(ended),
+            Some(ended) = self.endpoints.join_next() => End::fault(ended),
             Some(ended) = self.serving.tasks.join_next() => End::fault(ended),
         }
     }
 
-    pub(super) async fn stop(self, mut why: End) -> Result<(), Error> {
-        self.withdraw.cancel();
-        // It may have handed over in the meantime.
-        if !self.giving.is_terminated()
-            && let Ok(Some(given)) = self.giving.await
-        {
-            why = End::Given(given);
-        }
-        let (result, _rests) = match why {
+    /// Ends, in order. Whoever is about to take over goes on alone, unless the pods are to be released.
+    pub(super) async fn stop(mut self, why: End) -> Result<(), Error> {
+        self.stop_giving.cancel();
+        let (mut result, mut given) = match why {
             End::Asked => (Ok(()), None),
             End::Fault(error) => (Err(error), None),
-            End::Given(Given { talk, rests }) => {
-                info!(grace = ?self.grace, "another agent has taken over: this one ends with its connections");
-                self.release_on_exit.store(false, Ordering::Relaxed);
-                self.stopping.cancel();
-                self.answering.cancel();
-                self.listening.close();
-                if timeout(STOP_DEADLINE, self.listening.wait()).await.is_err() {
-                    warn!("some listeners are still open");
-                }
-                drop(talk);
-                (Ok(()), Some(rests))
-            }
+            End::Given(given) => (Ok(()), Some(given)),
         };
-        if self.foreign.load(Ordering::Relaxed) {
-            self.release_on_exit.store(false, Ordering::Relaxed);
+        if !self.giving.is_terminated() {
+            given = (&mut self.giving).await.ok().flatten();
+        }
+        // It may have handed over in the meantime.
+        if given.as_ref().is_some_and(Given::is_over) {
+            result = Ok(());
+        }
+        // While it is asked for, all goes on as before; whoever is about to take over waits.
+        let is_ours = !self.foreign.load(Ordering::Relaxed);
+        let is_gone = is_ours && result.is_ok() && self.installer.is_gone().await;
+        let releases = is_ours && (is_gone || self.release_on_exit.load(Ordering::Relaxed));
+        self.release_on_exit.store(releases, Ordering::Relaxed);
+        let _rests = match given {
+            Some(given) if releases => {
+                given.withdraw("it is being stopped, and releases its pods").await;
+                None
+            }
+            Some(given) => self.leave_to(given).await,
+            None => None,
+        };
+        if is_gone {
+            self.installer.leave().await;
+        } else {
             self.installer.end().await;
-        } else if result.is_err() {
-            self.installer.end().await;
-        } else if self.installer.leave().await {
-            // While it asked, all went on as before.
-            self.release_on_exit.store(true, Ordering::Relaxed);
         }
         self.stopping.cancel();
         if !self.lifecycle.is_finished() {
@@ -328,16 +338,51 @@ impl Agent {
         }
         self.serving.stop.cancel();
         end(self.sources).await;
+        end(self.endpoints).await;
         self.serving.end().await;
         info!("agent stopped");
         result
+    }
+
+    /// Has nothing any more, so that another agent may go on with it, but the connections that are open.
+    async fn leave_to(&mut self, given: Given) -> Option<Rests> {
+        let grace = self.grace;
+        if given.is_over() {
+            info!(
+                ?grace,
+                "another agent has taken over: this one ends with its connections"
+            );
+        } else {
+            info!(
+                ?grace,
+                "another agent is about to take over, and goes on alone: this one ends with its connections"
+            );
+        }
+        self.foreign.store(true, Ordering::Relaxed);
+        self.over.cancel();
+        self.installer.rest();
+        self.stopping.cancel();
+        self.answering.cancel();
+        self.listening.close();
+        if timeout(STOP_DEADLINE, self.listening.wait()).await.is_err() {
+            warn!("some listeners are still open");
+        }
+        if !given.is_over() {
+            // It may have to bind them anew.
+            end(std::mem::take(&mut self.sources)).await;
+            end(std::mem::take(&mut self.endpoints)).await;
+        }
+        // Closed, and not unlocked: a lock lasts as long as one of its descriptors is open, and the other agent has them. If that one dies,
+        // the next one does not have to wait for the connections of this one.
+        self.locks = None;
+        given.let_go()
     }
 }
 
 /// How the agent begins to serve.
 pub(super) struct Opening {
-    /// The pods of an earlier agent are back.
-    back: oneshot::Receiver<()>,
+    /// The pods of an earlier agent are back, but for those of which no more than this is known.
+    back: oneshot::Receiver<Vec<Unknown>>,
     succession: Succession,
     pods: watch::Receiver<Status>,
     identities: Arc<Store>,
@@ -351,7 +396,7 @@ impl Opening {
     /// Has this agent serve, when the pods of an earlier one are back. Returns only when that one goes on.
     async fn run(self) -> Result<(), takeover::Error> {
         // A source that has ended tells nothing.
-        if self.back.await.is_ok() {
+        if let Ok(unknown) = self.back.await {
             let Succession {
                 taking,
                 foreign,
@@ -359,7 +404,9 @@ impl Opening {
                 ..
             } = self.succession;
             if let Some(mut taking) = taking {
-                taking.commit(self.pods, &self.identities, &inherited).await?;
+                taking
+                    .commit(self.pods, &unknown, &self.identities, &inherited)
+                    .await?;
                 foreign.store(false, Ordering::Relaxed);
                 self.open.cancel();
                 taking.closed().await;

@@ -33,7 +33,7 @@ use crate::{
         kubernetes::Follower,
         pause::Pauses,
         records::Records,
-        restore,
+        restore::{self, Unknown},
         status::Status,
         zds,
         zds_server::{Proxies, ZdsServer},
@@ -166,10 +166,10 @@ impl Endpoints {
     pub(super) fn serve(
         self,
         admin: &Arc<Admin>,
-        tasks: &mut JoinSet<()>,
         open: &CancellationToken,
         stop: &CancellationToken,
-    ) {
+    ) -> JoinSet<()> {
+        let mut tasks = JoinSet::new();
         for (endpoint, listener) in self.0 {
             let (admin, open, stop) = (Arc::clone(admin), open.clone(), stop.clone());
             tasks.spawn(async move {
@@ -180,6 +180,7 @@ impl Endpoints {
                 admin.serve(endpoint, listener, stop).await;
             });
         }
+        tasks
     }
 }
 
@@ -228,19 +229,22 @@ impl BoundSource {
         (events, pods): (mpsc::Sender<PodEvent>, watch::Receiver<Status>),
         admission: Admission,
         follower: Option<Follower>,
-        (restored, ready, pauses): (oneshot::Sender<()>, CancellationToken, Pauses<()>),
+        (restored, ready, pauses): (oneshot::Sender<Vec<Unknown>>, CancellationToken, Pauses<()>),
         stop: CancellationToken,
     ) {
         match self {
             Self::Cni(server) => {
-                tokio::select! {
-                    restored = restore::restore(records, events.clone()) => if let Err(error) = restored {
-                        error!(error = %Chain(&error), "cannot restore the pods of an earlier agent: they stay as they are");
-                        return;
+                let unknown = tokio::select! {
+                    unknown = restore::restore(records, events.clone()) => match unknown {
+                        Ok(unknown) => unknown,
+                        Err(error) => {
+                            error!(error = %Chain(&error), "cannot restore the pods of an earlier agent: they stay as they are");
+                            return;
+                        }
                     },
                     () = stop.cancelled() => return,
-                }
-                let _ = restored.send(());
+                };
+                let _ = restored.send(unknown);
                 tokio::select! {
                     () = ready.cancelled() => {}
                     () = stop.cancelled() => return,
@@ -254,7 +258,7 @@ impl BoundSource {
                 }
             }
             Self::Zds(path) => {
-                let _ = restored.send(());
+                let _ = restored.send(Vec::new());
                 zds::run(path, events, stop).await;
             }
         }

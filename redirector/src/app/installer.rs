@@ -75,16 +75,20 @@ impl Installer {
         (installer, view)
     }
 
-    /// Ends, and tells whether the agent is stopped for good; then the plugin is no longer installed. Takes some seconds at most.
-    pub(super) async fn leave(self) -> bool {
-        let gone = match &self.owner {
+    /// Whether the agent is stopped for good. Takes some seconds at most.
+    pub(super) async fn is_gone(&self) -> bool {
+        match &self.owner {
             Some(owner) => owner.is_gone().await,
             None => false,
-        };
-        let installation = self.installation.clone().filter(|_| gone);
+        }
+    }
+
+    /// Ends, and installs the plugin no longer.
+    pub(super) async fn leave(self) {
+        let installation = self.installation.clone();
         self.end().await;
         let Some(installation) = installation else {
-            return gone;
+            return;
         };
         let removed =
             spawn_blocking(move || install::patiently(|| install::remove(&installation, Whose::Own)));
@@ -102,7 +106,11 @@ impl Installer {
             ),
             Err(error) => error!(%error, "internal fault: the CNI plugin is not removed"),
         }
-        gone
+    }
+
+    /// Changes nothing from now on, and has still to be ended.
+    pub(super) fn rest(&self) {
+        self.stop.cancel();
     }
 
     /// Ends, and leaves all as it is.

@@ -12,7 +12,8 @@
 //!
 //! Until the old one has sent `Yours` it is the one: it goes on as before when the new one is gone, slow or wrong, and puts right what
 //! that one has done to the pods. It says so (`Withdrawn`), where it lives. If it dies, at whatever step, the new one goes on
-//! with what it has, as after a crash.
+//! with what it has, as after a crash. So it does when the old one is stopped or fails, which closes its listeners and then the
+//! connection, without a word; unless that one releases its pods at its end, which is `Withdrawn` too.
 
 mod give;
 mod take;
@@ -24,7 +25,7 @@ use std::{
 };
 
 pub(super) use self::{
-    give::{Given, Giver, resting},
+    give::{Given, Giver, Rests, resting},
     take::{Error, made},
     wire::{Holding, Holdings},
 };

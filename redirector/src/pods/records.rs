@@ -227,6 +227,16 @@ impl Records {
         self.directory.join(format!("{uid}{SUFFIX}{ASIDE}"))
     }
 
+    /// The file of a pod's record, which may have been put aside.
+    pub fn file(&self, uid: &PodUid) -> PathBuf {
+        let (path, aside) = (self.path(uid), self.aside(uid));
+        if !path.exists() && aside.exists() {
+            aside
+        } else {
+            path
+        }
+    }
+
     /// Writes a record, in place of an older one of the same pod: whole or not at all.
     pub fn save(&self, record: &Record) -> Result<(), Error> {
         let path = self.directory.join(format!("{}{SUFFIX}", record.uid));

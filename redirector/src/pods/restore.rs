@@ -2,7 +2,7 @@
 //!
 //! `app` runs it before the socket of `cni_server` is served.
 
-use std::{sync::Arc, time::Duration};
+use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use tokio::{
     sync::{mpsc, oneshot},
@@ -21,6 +21,15 @@ use crate::mesh::pod::PodUid;
 /// Time after which new pods no longer wait for old ones.
 const DEADLINE: Duration = Duration::from_secs(30);
 
+/// A pod that may still be there, and of which no more is known: its record cannot be used, or its namespace not be opened.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Unknown {
+    /// Which.
+    pub uid: PodUid,
+    /// The file of its record.
+    pub record: PathBuf,
+}
+
 /// What became of a recorded pod.
 enum Found {
     /// It is still there.
@@ -31,17 +40,26 @@ enum Found {
     Gone,
 }
 
-/// Sends the recorded pods, and returns when each was captured or failed. A failed one is tried again by the lifecycle; one
+/// Sends the recorded pods, and returns when each was captured or failed, with those that could not be tried. A failed one is tried again by the lifecycle; one
 /// whose namespace is gone is released by it, since it is not named.
 ///
 /// # Errors
 /// When the records cannot be had. Then no end of the snapshot is sent: all pods would be taken for gone, and released.
-pub async fn restore(records: Records, events: mpsc::Sender<PodEvent>) -> Result<(), Error> {
+pub async fn restore(records: Records, events: mpsc::Sender<PodEvent>) -> Result<Vec<Unknown>, Error> {
     let find = move || {
         let remembered = records.load().map_err(Error::Record)?;
-        Ok(remembered.into_iter().map(find).collect::<Vec<_>>())
+        let found: Vec<_> = remembered.into_iter().map(find).collect();
+        let unknown = found.iter().filter_map(|found| match found {
+            Found::Unknown(uid) => Some(Unknown {
+                uid: uid.clone(),
+                record: records.file(uid),
+            }),
+            _ => None,
+        });
+        let unknown: Vec<_> = unknown.collect();
+        Ok((found, unknown))
     };
-    let found = blocking("read the records of pods", find).await?;
+    let (found, unknown) = blocking("read the records of pods", find).await?;
     let mut answers = JoinSet::new();
     for found in found {
         let (reply, answer) = oneshot::channel();
@@ -51,7 +69,7 @@ pub async fn restore(records: Records, events: mpsc::Sender<PodEvent>) -> Result
             Found::Gone => continue,
         };
         if events.send(event).await.is_err() {
-            return Ok(());
+            return Ok(unknown);
         }
         answers.spawn(answer);
     }
@@ -72,7 +90,7 @@ pub async fn restore(records: Records, events: mpsc::Sender<PodEvent>) -> Result
     if events.send(PodEvent::SnapshotSent(reply)).await.is_ok() {
         let _: Result<Result<(), Error>, _> = answer.await;
     }
-    Ok(())
+    Ok(unknown)
 }
 
 fn find(remembered: Remembered) -> Found {
@@ -168,7 +186,19 @@ mod tests {
             named.push(name);
             reply.send(Ok(())).unwrap();
         }
-        task.await.unwrap().unwrap();
+        let unknown = task.await.unwrap().unwrap();
+        let file = |uid: &str, name: &str| Unknown {
+            uid: uid.parse().unwrap(),
+            record: state.path().join("pods").join(name),
+        };
+        // The first was put aside.
+        assert_eq!(
+            unknown,
+            [
+                file("damaged", "damaged.json.bad"),
+                file("unreadable", "unreadable.json")
+            ]
+        );
         assert_eq!(named, ["keep damaged", "add there", "keep unreadable", "end"]);
     }
 

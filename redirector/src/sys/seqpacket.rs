@@ -80,6 +80,11 @@ impl Seqpacket {
     /// # Errors
     /// `InvalidData` when the packet or its descriptors did not fit: it is lost then. Those of recvmsg(2).
     pub async fn recv(&self, max_bytes: usize) -> io::Result<Message> {
+        // What is there is found at once: the runtime may not have heard of it yet.
+        match recv_message(self.socket.as_fd(), max_bytes) {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            received => return received,
+        }
         self.socket
             .async_io(Interest::READABLE, |fd| recv_message(fd.as_fd(), max_bytes))
             .await

@@ -91,12 +91,15 @@ pub(in crate::app) struct Rests(
     #[expect(dead_code, reason = "that they are there is all they say")] [Rest; 3],
 );
 
-/// What has been handed over: nothing of it is this agent's any more.
+/// A takeover, as it stands when this agent hands over no more.
 pub(in crate::app) struct Given {
-    /// To be dropped when no listener is open here: the other agent takes events then.
-    pub(in crate::app) talk: Talk,
+    /// To be dropped when no listener is open here: the other agent goes on then.
+    talk: Talk,
     /// To be kept to the end.
-    pub(in crate::app) rests: Rests,
+    rests: Option<Rests>,
+    is_over: bool,
+    /// Whose it is counts when all is decided.
+    _file: Option<SocketFile>,
 }
 
 /// Why who asked gets nothing.
@@ -104,8 +107,7 @@ pub(in crate::app) struct Given {
 enum Failure {
     #[error(transparent)]
     Wire(#[from] wire::Error),
-    #[error("it is being stopped")]
-    Stopping,
+    /// This agent ends, then.
     #[error("a part of it has ended")]
     Ended,
     #[error("what had begun was not done within {PAUSE_DEADLINE:?}")]
@@ -149,25 +151,30 @@ impl Giver {
     }
 
     /// Answers who asks, one at a time, when the agent is `ready`, until one has taken over: then nothing is this agent's any more, and its
-    /// parts rest. `withdraw` ends it, and whoever has not taken over by then gets nothing; `None` says so.
+    /// parts rest. `stop` ends it, and cuts off a takeover that is on its way. `None` when there is none.
     pub(in crate::app) async fn run(
         self,
         parts: Parts,
         ready: CancellationToken,
-        withdraw: CancellationToken,
+        stop: CancellationToken,
     ) -> Option<Given> {
         tokio::select! {
             () = ready.cancelled() => {}
-            () = withdraw.cancelled() => return None,
+            () = stop.cancelled() => return None,
         }
         loop {
             let accepted = tokio::select! {
-                () = withdraw.cancelled() => return None,
+                () = stop.cancelled() => return None,
                 accepted = self.listener.accept() => accepted,
             };
             let pause = match accepted {
-                Ok(socket) => match self.answer(socket, &parts, &withdraw).await {
-                    Some(given) => return Some(given),
+                Ok(socket) => match self.answer(socket, &parts, &stop).await {
+                    Some(given) => {
+                        return Some(Given {
+                            _file: Some(self.file),
+                            ..given
+                        });
+                    }
                     None => Duration::ZERO,
                 },
                 Err(error) => {
@@ -179,17 +186,25 @@ impl Giver {
         }
     }
 
-    async fn answer(&self, socket: Seqpacket, parts: &Parts, withdraw: &CancellationToken) -> Option<Given> {
+    async fn answer(&self, socket: Seqpacket, parts: &Parts, stop: &CancellationToken) -> Option<Given> {
         let talk = Talk::over(socket);
+        let mut rests = None;
         let handed_over = tokio::select! {
             // What has been handed over at last is told before anything else.
             biased;
-            result = self.hand_over(&talk, parts) => result,
-            () = withdraw.cancelled() => Err(Failure::Stopping),
+            result = self.hand_over(&talk, parts, &mut rests) => Some(result),
+            () = stop.cancelled() => None,
         };
-        match handed_over {
-            Ok(rests) => return rests.map(|rests| Given { talk, rests }),
-            Err(failure) => {
+        let is_over = match handed_over {
+            Some(Ok(true)) => true,
+            Some(Ok(false)) => return None,
+            None => false,
+            Some(Err(Failure::Ended)) => {
+                // Whoever is to take over is told nothing of it: this agent ends, as if it had died.
+                stop.cancelled().await;
+                false
+            }
+            Some(Err(failure)) => {
                 let reason = Chain(&failure).to_string();
                 warn!(
                     reason,
@@ -197,18 +212,29 @@ impl Giver {
                 );
                 // It may be gone.
                 let _ = talk.send(&Message::Withdrawn { reason }, &[]).await;
+                return None;
             }
-        }
-        None
+        };
+        Some(Given {
+            talk,
+            rests,
+            is_over,
+            _file: None,
+        })
     }
 
-    /// What rests when all is handed over; `None` when the other side was refused, or has gone.
-    async fn hand_over(&self, talk: &Talk, parts: &Parts) -> Result<Option<Rests>, Failure> {
+    /// Whether all is handed over; not when the other side was refused, or has gone. What `rests` does so from then on.
+    async fn hand_over(
+        &self,
+        talk: &Talk,
+        parts: &Parts,
+        rests: &mut Option<Rests>,
+    ) -> Result<bool, Failure> {
         let uid = talk.peer_uid()?;
         let hello = match talk.recv(HELLO_DEADLINE).await? {
             Some((Message::Hello(terms), _)) => terms,
             Some((other, _)) => return Err(wire::Error::unexpected(&other).into()),
-            None => return Ok(None),
+            None => return Ok(false),
         };
         let mut reasons = self.terms.differences(&hello);
         reasons.extend(self.refusal.map(str::to_owned));
@@ -225,17 +251,18 @@ impl Giver {
                 "another agent may not take over"
             );
             talk.send(&Message::Refused { reasons }, &[]).await?;
-            return Ok(None);
+            return Ok(false);
         }
         info!(version = hello.version, "another agent is to take over");
         let (welcome, fds) = self.holdings.welcome(&self.terms.version);
         talk.send(&welcome, &fds).await?;
         if !said(talk, PREPARE_DEADLINE, &Message::Pause).await? {
-            return Ok(None);
+            return Ok(false);
         }
-        let (served, rests) = timeout(PAUSE_DEADLINE, parts.rest())
+        let (served, resting) = timeout(PAUSE_DEADLINE, parts.rest())
             .await
             .map_err(|_| Failure::Busy)??;
+        *rests = Some(resting);
         let count = served.len();
         for Served {
             uid,
@@ -253,14 +280,34 @@ impl Giver {
         }
         talk.send(&Message::Pods { count }, &[]).await?;
         if !said(talk, COMMIT_DEADLINE, &Message::Commit).await? {
-            return Ok(None);
+            return Ok(false);
         }
         // Whoever is gone by now gets nothing. Nothing is awaited after this.
         if !talk.send(&Message::Yours, &[]).await? {
-            return Ok(None);
+            return Ok(false);
         }
         self.foreign.store(true, Ordering::Relaxed);
-        Ok(Some(rests))
+        Ok(true)
+    }
+}
+
+impl Given {
+    /// Whether the other agent has taken over. Otherwise it is on its way, and goes on alone when its connection ends.
+    pub(in crate::app) fn is_over(&self) -> bool {
+        self.is_over
+    }
+
+    /// Has the other agent give up.
+    pub(in crate::app) async fn withdraw(self, reason: &str) {
+        warn!(reason, "another agent was to take over, and gets nothing");
+        let reason = reason.to_owned();
+        // It may be gone.
+        let _ = self.talk.send(&Message::Withdrawn { reason }, &[]).await;
+    }
+
+    /// Has the other agent go on, when no listener is open here. What rests does so as long as what is returned lives.
+    pub(in crate::app) fn let_go(self) -> Option<Rests> {
+        self.rests
     }
 }
 

@@ -1,7 +1,7 @@
 //! The side of the agent that is to go on.
 
 use std::{
-    io,
+    io, mem,
     path::PathBuf,
     sync::Arc,
     time::{Duration, Instant},
@@ -23,6 +23,7 @@ use crate::{
     mesh::pod::PodUid,
     pods::{
         launch::{Inherited, Served},
+        restore::Unknown,
         status::{State, Status},
     },
     sys::{netns::NetnsId, process, seqpacket::Seqpacket},
@@ -154,16 +155,20 @@ impl Taking {
         mut awaited: watch::Receiver<Vec<&'static str>>,
         inherited: &Inherited,
     ) -> Result<(), Error> {
-        // Without a sender there is nothing to wait for.
-        let late = timeout(MESH_DEADLINE, awaited.wait_for(Vec::is_empty))
-            .await
-            .is_err();
-        if late {
-            let missing = awaited.borrow().join(", no ");
-            return Err(Error::NotReady(format!(
-                "the control plane has told no {missing} within {MESH_DEADLINE:?}"
-            )));
-        }
+        let told = async {
+            // Without a sender there is nothing to wait for.
+            let late = timeout(MESH_DEADLINE, awaited.wait_for(Vec::is_empty))
+                .await
+                .is_err();
+            if late {
+                let missing = awaited.borrow().join(", no ");
+                return Err(Error::NotReady(format!(
+                    "the control plane has told no {missing} within {MESH_DEADLINE:?}"
+                )));
+            }
+            Ok(())
+        };
+        self.unless_alone(told).await?;
         let Some(talk) = &self.talk else { return Ok(()) };
         talk.send(&Message::Pause, &[]).await?;
         loop {
@@ -204,8 +209,30 @@ impl Taking {
     }
 
     fn alone(&mut self) {
-        warn!("the running agent has died: going on with what it has handed over");
+        warn!("the running agent has ended: going on with what it has handed over");
         self.talk = None;
+    }
+
+    /// Waits for what an agent is to have before it takes over. It need not when the other one has ended, by now or meanwhile.
+    async fn unless_alone(&mut self, ready: impl Future<Output = Result<(), Error>>) -> Result<(), Error> {
+        let Some(talk) = &self.talk else { return Ok(()) };
+        let said = tokio::select! {
+            biased;
+            said = talk.next() => said,
+            ready = ready => match ready {
+                Ok(()) => return Ok(()),
+                // It may have ended just now.
+                Err(error) => timeout(Duration::ZERO, talk.next()).await.map_err(|_| error)?,
+            },
+        };
+        match said? {
+            Some((Message::Withdrawn { reason }, _)) => Err(Error::Withdrawn(reason)),
+            Some((other, _)) => Err(wire::Error::unexpected(&other).into()),
+            None => {
+                self.alone();
+                Ok(())
+            }
+        }
     }
 
     /// Has the other agent let go, when the pods that it serves are ready here. When this returns they are this agent's, and connections
@@ -213,14 +240,16 @@ impl Taking {
     pub(in crate::app) async fn commit(
         &mut self,
         status: watch::Receiver<Status>,
+        unknown: &[Unknown],
         identities: &Arc<Store>,
         inherited: &Inherited,
     ) -> Result<(), Error> {
-        // Of an agent that has died nothing is to be weighed.
-        if self.talk.is_some() {
-            captured(&self.pods, &status.borrow())?;
-            certified(identities).await?;
-        }
+        let pods = mem::take(&mut self.pods);
+        let ready = async {
+            captured(&pods, unknown, &status.borrow())?;
+            certified(identities).await
+        };
+        self.unless_alone(ready).await?;
         if let Some(talk) = &self.talk {
             talk.send(&Message::Commit, &[]).await?;
             match talk.recv(YOURS_DEADLINE).await? {
@@ -251,7 +280,14 @@ impl Taking {
 }
 
 /// Whether all these pods can be served. One that is gone need not be.
-fn captured(pods: &[PodUid], status: &Status) -> Result<(), Error> {
+fn captured(pods: &[PodUid], unknown: &[Unknown], status: &Status) -> Result<(), Error> {
+    if let Some(Unknown { uid, record }) = unknown.iter().find(|unknown| pods.contains(&unknown.uid)) {
+        return Err(Error::NotReady(format!(
+            "the record of pod {uid} cannot be used, or its namespace not be opened (see above): {}: have the pod replaced, and try \
+             again; or stop the running agent first, and the pod's connections are refused until it is replaced",
+            record.display()
+        )));
+    }
     let failed = status
         .pods
         .iter()

@@ -217,24 +217,26 @@ impl Talk {
         }
     }
 
-    /// The next message; `None` when nobody is there any more.
+    /// The next message within `deadline`.
     pub(super) async fn recv(&self, deadline: Duration) -> Result<Option<(Message, Vec<OwnedFd>)>, Error> {
-        let packet = async {
-            loop {
-                match self.0.recv(MAX_BYTES).await {
-                    // The other end has closed with something of ours unread. What it has said before comes after this.
-                    Err(error) if error.kind() == io::ErrorKind::ConnectionReset => {}
-                    received => return received,
-                }
-            }
-        };
-        let packet = timeout(deadline, packet)
+        timeout(deadline, self.next())
             .await
             .map_err(|_| Error::Late(deadline))?
-            .map_err(|source| Error::Socket {
-                operation: "receive a message",
-                source,
-            })?;
+    }
+
+    /// The next message; `None` when nobody is there any more. One that is there is found at once. Cancel-safe.
+    pub(super) async fn next(&self) -> Result<Option<(Message, Vec<OwnedFd>)>, Error> {
+        let packet = loop {
+            match self.0.recv(MAX_BYTES).await {
+                // The other end has closed with something of ours unread. What it has said before comes after this.
+                Err(error) if error.kind() == io::ErrorKind::ConnectionReset => {}
+                received => break received,
+            }
+        };
+        let packet = packet.map_err(|source| Error::Socket {
+            operation: "receive a message",
+            source,
+        })?;
         if packet.bytes.is_empty() {
             return Ok(None);
         }

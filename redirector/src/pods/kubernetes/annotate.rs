@@ -22,11 +22,11 @@ use tokio::{
     task::JoinSet,
     time::{Instant, sleep_until, timeout},
 };
-use tokio_util::sync::CancellationToken;
 use tracing::{debug, warn};
 
 use super::{
     super::status::{PodStatus, State, Status},
+    Turn,
     directory::{Directory, KnownPod},
     pause,
     pod::IMPAIRED,
@@ -97,13 +97,17 @@ impl Told {
     }
 }
 
-/// Tells until `stop`.
+/// Tells while it is this agent's turn.
 pub(super) async fn run(
     kubernetes: Arc<Kubernetes>,
     directory: Arc<Directory>,
     status: watch::Receiver<Status>,
-    stop: CancellationToken,
+    turn: Turn,
 ) {
+    tokio::select! {
+        () = turn.begin.cancelled() => {}
+        () = turn.stop.cancelled() => return,
+    }
     let mut changed = directory.subscribe();
     let mut annotator = Annotator {
         kubernetes,
@@ -120,7 +124,10 @@ pub(super) async fn run(
         annotator.compare();
         let due = annotator.due();
         tokio::select! {
-            () = stop.cancelled() => break,
+            biased;
+            // What is on its way is the same that the other agent tells, or is told anew by it.
+            () = turn.over.cancelled() => return,
+            () = turn.stop.cancelled() => break,
             Ok(()) = changed.changed() => {}
             Ok(()) = annotator.status.changed() => {}
             Some(Ok((pod, told, result))) = annotator.jobs.join_next() => annotator.finished(&pod, told, result),

@@ -45,6 +45,17 @@ pub struct Follower {
     missed: channel::Sender<Vec<Missed>>,
 }
 
+/// When it is this agent that tells on the pods, and not the one before it or after it.
+#[derive(Debug)]
+pub struct Turn {
+    /// From then on.
+    pub begin: CancellationToken,
+    /// Another agent does so: what is told stays.
+    pub over: CancellationToken,
+    /// The agent ends, and nobody else does: after the pods are released, if they are.
+    pub stop: CancellationToken,
+}
+
 impl Follower {
     /// Of one cluster. Nothing is asked before [`Self::watch`].
     pub fn new(kubernetes: Kubernetes, config: Config) -> Self {
@@ -89,16 +100,11 @@ impl Follower {
         tasks.spawn(watch::namespaces(kubernetes, directory, stop));
     }
 
-    /// Starts to tell on the pods whether they are captured, until `stop`: after the pods are released, if they are.
-    pub fn annotate(
-        &self,
-        status: channel::Receiver<Status>,
-        tasks: &mut JoinSet<()>,
-        stop: &CancellationToken,
-    ) {
+    /// Starts to tell on the pods whether they are captured.
+    pub fn annotate(&self, status: channel::Receiver<Status>, tasks: &mut JoinSet<()>, turn: Turn) {
         if !self.config.annotation.is_empty() {
             let (kubernetes, directory) = (Arc::clone(&self.kubernetes), self.directory());
-            tasks.spawn(annotate::run(kubernetes, directory, status, stop.clone()));
+            tasks.spawn(annotate::run(kubernetes, directory, status, turn));
         }
     }
 
