@@ -18,15 +18,55 @@ mod give;
 mod take;
 mod wire;
 
-use std::collections::BTreeMap;
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, atomic::AtomicBool},
+};
 
-use self::wire::{PROTOCOL, Terms};
 pub(super) use self::{
-    give::{Given, Giver, Parts},
-    take::{Error, begin, made},
+    give::{Given, Giver, resting},
+    take::{Error, made},
     wire::{Holding, Holdings},
 };
-use crate::config::{Config, PodSource};
+use self::{
+    take::Taking,
+    wire::{PROTOCOL, Terms},
+};
+use super::start::Known;
+use crate::{
+    config::{Config, PodSource},
+    pods::launch::Inherited,
+};
+
+/// What is had from another agent, if there is one to take over from.
+pub(super) struct Succession {
+    pub(super) taking: Option<Taking>,
+    /// What that one holds and nobody here has taken yet.
+    pub(super) before: Holdings,
+    /// As long as it is another agent that serves the pods, what is in place is left to it.
+    pub(super) foreign: Arc<AtomicBool>,
+    pub(super) inherited: Arc<Inherited>,
+}
+
+impl Succession {
+    pub(super) async fn begin(config: &Config) -> Result<Self, Error> {
+        let (taking, before) = take::begin(config).await?.unzip();
+        Ok(Self {
+            foreign: Arc::new(AtomicBool::new(taking.is_some())),
+            taking,
+            before: before.unwrap_or_default(),
+            inherited: Arc::default(),
+        })
+    }
+
+    /// Gets the pods' listeners, when what is to be known is here.
+    pub(super) async fn pods(&mut self, known: &Known) -> Result<(), Error> {
+        if let Some(taking) = &mut self.taking {
+            taking.pods(known.awaited.clone(), &self.inherited).await?;
+        }
+        Ok(())
+    }
+}
 
 /// Why an agent with these settings neither hands over nor takes over.
 fn impossible(config: &Config) -> Option<&'static str> {

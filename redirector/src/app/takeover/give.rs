@@ -23,7 +23,7 @@ use crate::{
     config::Config,
     pods::{
         launch::Served,
-        pause::{Pauser, Rest},
+        pause::{Pauser, Pauses, Rest, pauses},
         socket_file::{self, BindError, SocketFile},
     },
     sys::{
@@ -59,9 +59,31 @@ pub(in crate::app) struct Giver {
 
 /// What rests while another agent makes the pods ready.
 pub(in crate::app) struct Parts {
-    pub(in crate::app) cni: Pauser<()>,
-    pub(in crate::app) pods: Pauser<io::Result<Vec<Served>>>,
-    pub(in crate::app) upkeep: Pauser<()>,
+    cni: Pauser<()>,
+    pods: Pauser<io::Result<Vec<Served>>>,
+    upkeep: Pauser<()>,
+}
+
+/// Where those parts are asked to rest.
+pub(in crate::app) struct Resting {
+    pub(in crate::app) cni: Pauses<()>,
+    pub(in crate::app) pods: Pauses<io::Result<Vec<Served>>>,
+    pub(in crate::app) upkeep: Pauses<()>,
+}
+
+/// Both ends.
+pub(in crate::app) fn resting() -> (Parts, Resting) {
+    let (cni, cni_pauses) = pauses();
+    let (pods, pods_pauses) = pauses();
+    let (upkeep, upkeep_pauses) = pauses();
+    (
+        Parts { cni, pods, upkeep },
+        Resting {
+            cni: cni_pauses,
+            pods: pods_pauses,
+            upkeep: upkeep_pauses,
+        },
+    )
 }
 
 /// They rest as long as this lives.
