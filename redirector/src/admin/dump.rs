@@ -175,7 +175,7 @@ struct Counts {
 
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
-struct Version {
+pub(super) struct Version {
     version: &'static str,
     git_revision: &'static str,
     rust_version: &'static str,
@@ -183,7 +183,7 @@ struct Version {
     crypto_provider: &'static str,
 }
 
-const VERSION: Version = Version {
+pub(super) const VERSION: Version = Version {
     version: env!("CARGO_PKG_VERSION"),
     git_revision: match option_env!("REDIRECTOR_GIT_REVISION") {
         Some(revision) => revision,

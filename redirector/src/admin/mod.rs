@@ -206,6 +206,8 @@ impl Admin {
             }
             (Endpoint::Admin, "/dashboard.css") => (Method::GET, &dashboard::style),
             (Endpoint::Admin, "/dashboard.js") => (Method::GET, &dashboard::script),
+            (Endpoint::Admin, "/version") => (Method::GET, &|| json_answer(&dump::VERSION)),
+            (Endpoint::Admin, "/config") => (Method::GET, &|| json_answer(&self.config)),
             (Endpoint::Admin, "/pods") => (Method::GET, &|| json_answer(&self.pods_view())),
             (Endpoint::Admin, "/logging") => (Method::POST, &|| {
                 logging::answer(&self.logs, request.uri().query().unwrap_or_default())
@@ -281,6 +283,8 @@ GET  /pods            pods and their capture state
 GET  /connections     what is open; ?pod=NAMESPACE/NAME, ?limit=N
 GET  /flows           what has ended; ?after=NEXT&wait=SECONDS waits for more
 GET  /certificates    identities, their certificates, and revocation lists
+GET  /version         what was built
+GET  /config          the settings in force
 GET  /config_dump     everything, as istioctl ztunnel-config reads it
 GET  /metrics         counters
 GET  /healthz/ready   readiness

@@ -81,8 +81,8 @@ pub(super) fn version(arguments: &VersionArguments) -> anyhow::Result<()> {
     let own = env!("CARGO_PKG_VERSION");
     let client = asked.client();
     // No agent is no fault here.
-    let agent = match client.json::<Value>("/config_dump") {
-        Ok(dump) => dump["version"]["version"].as_str().map(str::to_owned),
+    let agent = match client.json::<Value>("/version") {
+        Ok(built) => built["version"].as_str().map(str::to_owned),
         Err(Error::Unreachable { .. }) => None,
         Err(error) => return Err(error.into()),
     };

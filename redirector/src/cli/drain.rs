@@ -47,11 +47,6 @@ struct Settings {
 }
 
 #[derive(Debug, Deserialize)]
-struct Dump {
-    config: Settings,
-}
-
-#[derive(Debug, Deserialize)]
 struct Pods {
     pods: Vec<serde::de::IgnoredAny>,
 }
@@ -83,7 +78,7 @@ enum Failure {
 
 pub(super) fn drain(arguments: &DrainArguments) -> anyhow::Result<()> {
     let client = arguments.asked.client();
-    let Dump { config } = client.json("/config_dump")?;
+    let config: Settings = client.json("/config")?;
     let Pods { pods } = client.json("/pods")?;
     let grace = config.shutdown_grace.parse().unwrap_or(Span::default());
     let deadline = arguments.deadline.map_or(grace.0 + REST, |deadline| deadline.0);

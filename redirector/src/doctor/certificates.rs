@@ -49,6 +49,19 @@ fn judged(identities: Result<Vec<Identity>, Error>, now: OffsetDateTime) -> Chec
             "redirector certs says why",
         );
     }
+    let is_new = |one: &&Identity| one.cert_chain.is_empty();
+    let asked: Vec<_> = identities.iter().filter(is_new).collect();
+    if let [first, ..] = asked[..] {
+        return Check::warning(
+            id,
+            format!(
+                "{} of {count} identities have no certificate yet, {} for one: they are asked for",
+                asked.len(),
+                first.identity
+            ),
+            "ask again in a few seconds; redirector certs tells what becomes of them",
+        );
+    }
     // A leaf lives for hours: what counts of it is whether it is renewed.
     let ending = |one: &&Identity| one.renewal_error.is_some() || one.roots_end_within(now, SOON);
     let soon: Vec<_> = identities.iter().filter(ending).collect();
@@ -89,6 +102,7 @@ mod tests {
             (vec![good()], State::Ok),
             (vec![good(), failing], State::Warning),
             (vec![identity("Available", &[hour], &[day])], State::Warning),
+            (vec![good(), identity("Initializing", &[], &[])], State::Warning),
             (
                 vec![good(), identity("Unavailable: no answer", &[], &[])],
                 State::Failed,

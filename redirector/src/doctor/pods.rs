@@ -28,10 +28,21 @@ pub(super) fn checks(config: &Config) -> Vec<Check> {
         .map_err(|error| Error::new("opening the node's namespace", error))
         .and_then(|node| istio_chains(&node));
     let mut checks = vec![in_node(node)];
-    let Some((pods, broken)) = recorded(config) else {
+    let Recorded { pods, broken } = match Records::existing(&config.state_dir).look() {
+        Ok(remembered) => Recorded::of(remembered),
+        Err(error) => {
+            checks.push(Check::failed(
+                "pods.records",
+                Chain(&error).to_string(),
+                "run it as root, and look at what --state-dir names: an agent that starts there reads them too",
+            ));
+            return checks;
+        }
+    };
+    if pods.is_empty() && broken == 0 {
         checks.push(Check::not_asked("pods.rules", "no pod of an agent is recorded"));
         return checks;
-    };
+    }
     let (mut rules, mut programs) = (Found::default(), Found::default());
     let end = Instant::now() + BUDGET;
     for (name, netns) in &pods {
@@ -50,34 +61,42 @@ pub(super) fn checks(config: &Config) -> Vec<Check> {
     if broken > 0 {
         checks.push(Check::warning(
             "pods.records",
-            format!("{broken} pods are recorded, and their namespaces cannot be opened"),
+            format!("{broken} pods have a record that cannot be used, or a namespace that cannot be opened"),
             "run it in the node's mount and PID namespaces; else an agent that starts tells of them",
         ));
     }
     checks
 }
 
-/// The pods with their namespaces, and how many cannot be opened; `None` where there are none.
-fn recorded(config: &Config) -> Option<(Vec<(String, Netns)>, usize)> {
-    let mut pods = Vec::new();
-    let mut broken = 0;
-    for remembered in Records::existing(&config.state_dir).load().ok()? {
-        let Remembered::Pod(record) = remembered else {
-            broken += 1;
-            continue;
-        };
-        let Ok(info) = record.info() else {
-            broken += 1;
-            continue;
-        };
-        match record.namespace() {
-            Ok(Some(netns)) => pods.push((format!("{}/{}", info.namespace, info.name), netns)),
-            // It is gone, or was told by its descriptor.
-            Ok(None) => {}
-            Err(_) => broken += 1,
+/// The pods of an agent.
+struct Recorded {
+    /// Those that are there, by name.
+    pods: Vec<(String, Netns)>,
+    /// How many can't be looked into.
+    broken: usize,
+}
+
+impl Recorded {
+    fn of(remembered: Vec<Remembered>) -> Self {
+        let (mut pods, mut broken) = (Vec::new(), 0);
+        for remembered in remembered {
+            let Remembered::Pod(record) = remembered else {
+                broken += 1;
+                continue;
+            };
+            let Ok(info) = record.info() else {
+                broken += 1;
+                continue;
+            };
+            match record.namespace() {
+                Ok(Some(netns)) => pods.push((format!("{}/{}", info.namespace, info.name), netns)),
+                // It is gone, or was told by its descriptor.
+                Ok(None) => {}
+                Err(_) => broken += 1,
+            }
         }
+        Self { pods, broken }
     }
-    (!pods.is_empty() || broken > 0).then_some((pods, broken))
 }
 
 /// What was found in several pods.
@@ -187,7 +206,10 @@ fn beside(found: &Found, all: usize) -> Check {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::doctor::State;
+    use crate::{
+        config::{planes::Environment, settings::Settings},
+        doctor::State,
+    };
 
     fn found(pods: &[(&str, &[&str])]) -> Found {
         let mut found = Found::default();
@@ -218,6 +240,34 @@ mod tests {
         failing.add("a/b", Err(Error::new("running x", "no such program")));
         assert_eq!(in_pods(&failing, 1).state, State::NotAsked);
         assert_eq!(beside(&failing, 1).state, State::Failed);
+    }
+
+    #[test]
+    fn records_that_cannot_be_listed_are_told_and_bad_ones_stay_as_they_are() {
+        let directory = tempfile::tempdir().unwrap();
+        let settings = Settings {
+            state_dir: Some(directory.path().to_owned()),
+            ..Settings::default()
+        };
+        let config = Config::load(settings, None, &Environment::new()).unwrap();
+        let state = |id: &str| {
+            let checks = checks(&config);
+            let named = checks.into_iter().find(|check| check.id == id);
+            named.map(|check| check.state)
+        };
+        assert_eq!(state("pods.rules"), Some(State::NotAsked));
+        let records = directory.path().join("pods");
+        std::fs::write(&records, "no directory").unwrap();
+        assert_eq!(state("pods.records"), Some(State::Failed));
+        std::fs::remove_file(&records).unwrap();
+        std::fs::create_dir(&records).unwrap();
+        std::fs::write(records.join("u-1.json"), "no JSON").unwrap();
+        assert_eq!(state("pods.records"), Some(State::Warning));
+        let left: Vec<_> = std::fs::read_dir(&records)
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name())
+            .collect();
+        assert_eq!(left, ["u-1.json"], "a look changes nothing");
     }
 
     #[test]

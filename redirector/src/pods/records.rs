@@ -321,6 +321,18 @@ impl Records {
         Ok(remembered.collect())
     }
 
+    /// All that is remembered, as [`Self::load`] has it, for one who only looks: nothing is told, and nothing put aside.
+    ///
+    /// # Errors
+    /// When the directory cannot be listed.
+    pub fn look(&self) -> Result<Vec<Remembered>, Error> {
+        let remembered = self.uids()?.into_iter().map(|uid| match self.read(&uid) {
+            Ok(record) => Remembered::Pod(Box::new(record)),
+            Err(_) => Remembered::Name(uid),
+        });
+        Ok(remembered.collect())
+    }
+
     /// What a pod said of its rules when it was recorded, if it was so in this namespace.
     pub fn rules_of(&self, uid: &PodUid, netns: &Netns) -> Option<Box<Overrides>> {
         let record = self.read(uid).ok()?;

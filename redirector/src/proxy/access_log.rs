@@ -159,6 +159,7 @@ impl AccessLog {
     pub(super) fn ended(&self, flow: &Flow, flag: Flag, error: Option<&str>) {
         let is_logged = match error {
             None => tracing::enabled!(target: TARGET, Level::INFO),
+            Some(_) if flow.open.is_none() => tracing::enabled!(target: TARGET, Level::WARN),
             Some(_) => tracing::enabled!(target: TARGET, Level::ERROR),
         };
         if is_logged && (error.is_some() || self.is_of_sample(flow)) && self.may_write() {

@@ -115,6 +115,24 @@ fn lines_have_the_form_of_ztunnels() {
     );
 }
 
+#[test]
+fn what_the_level_leaves_out_takes_no_place_of_the_rate() {
+    let config = Config {
+        sample: Share(1.0),
+        lines_per_second: 1,
+    };
+    let (lines, metrics) = logged("access=error", config, |recorder| {
+        for _ in 0..5 {
+            let refused = Record::new(recorder, Direction::Inbound, "10.4.1.9:1".parse().unwrap());
+            refused.fail(&io::Error::other("no"));
+            opened(recorder).end(Ok(()));
+        }
+        opened(recorder).fail(&io::Error::other("no"));
+    });
+    assert_eq!(lines.len(), 1, "{lines:?}");
+    assert_eq!(left_out(&metrics, "rate"), "0");
+}
+
 /// How many lines were left out for a reason.
 fn left_out(metrics: &Metrics, reason: &str) -> String {
     let text = super::super::metrics::text(metrics);
