@@ -177,7 +177,6 @@ impl Agent {
                 Arc::clone(&succession.inherited),
             )),
         };
-        status::register_states(&mut registry, pods_status.clone());
         let named = pods_status.clone();
         redirect::metrics::register(&mut registry, redirector, move || {
             let pods = &named.borrow().pods;
@@ -190,12 +189,14 @@ impl Agent {
             follower.annotate(pods_status.clone(), &mut serving.tasks, &serving.stop);
             follower
         });
+        let missed = follower
+            .as_ref()
+            .map_or_else(|| watch::channel(Vec::new()).1, Follower::missed);
+        status::register_states(&mut registry, pods_status.clone(), missed.clone());
         let (installer, cni) = Installer::begin(&config, pods_status.clone(), open.clone());
         let admin = Arc::new(Admin {
             directory: follower.as_ref().map(Follower::directory),
-            missed: follower
-                .as_ref()
-                .map_or_else(|| watch::channel(Vec::new()).1, Follower::missed),
+            missed,
             pods: pods_status.clone(),
             cni,
             probers,
