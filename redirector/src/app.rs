@@ -418,7 +418,8 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
     let opened = async {
         // A source that has ended tells nothing.
         if back.await.is_ok() {
-            if let Some(mut taking) = taking {
+            // It lives as long as the pods' table where that fails: the other agent goes on when nothing is done here any more.
+            if let Some(taking) = &mut taking {
                 taking.commit(pods_status, &identities, &inherited).await?;
                 foreign.store(false, Ordering::Relaxed);
                 open.cancel();
