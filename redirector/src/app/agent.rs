@@ -268,7 +268,7 @@ impl Agent {
     }
 
     /// Runs until there is a reason to end.
-    pub(super) async fn until(&mut self, signals: &mut Signals, opening: Opening) -> End {
+    pub(super) async fn until(&mut self, signals: &mut Signals, opening: &mut Opening) -> End {
         tokio::select! {
             name = signals.next() => {
                 info!(signal = name, "stopping");
@@ -350,17 +350,20 @@ pub(super) struct Opening {
 
 impl Opening {
     /// Has this agent serve, when the pods of an earlier one are back. Returns only when that one goes on.
-    async fn run(self) -> Result<(), takeover::Error> {
+    async fn run(&mut self) -> Result<(), takeover::Error> {
         // A source that has ended tells nothing.
-        if self.back.await.is_ok() {
+        if (&mut self.back).await.is_ok() {
             let Succession {
                 taking,
                 foreign,
                 inherited,
                 ..
-            } = self.succession;
-            if let Some(mut taking) = taking {
-                taking.commit(self.pods, &self.identities, &inherited).await?;
+            } = &mut self.succession;
+            // It lives as long as the pods' table where that fails: the other agent goes on when nothing is done here any more.
+            if let Some(taking) = taking {
+                taking
+                    .commit(self.pods.clone(), &self.identities, inherited)
+                    .await?;
                 foreign.store(false, Ordering::Relaxed);
                 self.open.cancel();
                 taking.closed().await;
