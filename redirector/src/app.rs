@@ -56,8 +56,8 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
     info!(config = %serde_json::to_string(&config).unwrap_or_default(), "effective configuration");
 
     let foundation = Foundation::lay(&config).await?;
-    let (mut agent, opening) = Agent::start(config, logs, foundation).await?;
-    let why = agent.until(&mut signals, opening).await;
+    let (mut agent, mut opening) = Agent::start(config, logs, foundation).await?;
+    let why = agent.until(&mut signals, &mut opening).await;
     agent.stop(why).await
 }
 

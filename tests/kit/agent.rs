@@ -350,7 +350,15 @@ impl Agent {
     /// When it cannot be started.
     #[must_use]
     pub fn succeed(&mut self, node: &Node) -> Self {
-        let mut options = self.options.clone();
+        self.succeed_with(node, self.options.clone())
+    }
+
+    /// The same, with other options.
+    ///
+    /// # Panics
+    /// When it cannot be started.
+    #[must_use]
+    pub fn succeed_with(&mut self, node: &Node, mut options: Options) -> Self {
         options
             .environment
             .push(("TAKEOVER".to_owned(), "auto".to_owned()));
