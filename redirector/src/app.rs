@@ -58,8 +58,8 @@ pub async fn run(config: Config, logs: logs::Control) -> Result<(), Error> {
     let Some(foundation) = Foundation::lay(&config, &mut signals).await? else {
         return Ok(());
     };
-    let (mut agent, opening) = Agent::start(config, logs, foundation).await?;
-    let why = agent.until(&mut signals, opening).await;
+    let (mut agent, mut opening) = Agent::start(config, logs, foundation).await?;
+    let why = agent.until(&mut signals, &mut opening).await;
     agent.stop(why).await
 }
 

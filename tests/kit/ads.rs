@@ -252,6 +252,22 @@ pub fn deny(namespace: &str) -> security::Authorization {
     }
 }
 
+/// A policy that keeps out a pod, by its account.
+pub fn deny_account(pod: &Pod) -> security::Authorization {
+    let mut policy = deny("demo");
+    policy.name = "deny-account".into();
+    let text = security::StringMatch {
+        match_type: Some(security::string_match::MatchType::Exact(
+            pod.identity().trim_start_matches("spiffe://").into(),
+        )),
+    };
+    policy.rules[0].clauses[0].matches[0] = security::Match {
+        principals: vec![text],
+        ..Default::default()
+    };
+    policy
+}
+
 impl Shared {
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().expect("no test holds it in a panic")

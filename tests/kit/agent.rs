@@ -350,21 +350,18 @@ impl Agent {
     /// When it cannot be started.
     #[must_use]
     pub fn succeed(&mut self, node: &Node) -> Self {
-        self.succeed_with(node, &[])
+        self.succeed_with(node, self.options.clone())
     }
 
-    /// The same, with more variables in the environment of the new one.
+    /// The same, with other options.
     ///
     /// # Panics
     /// When it cannot be started.
     #[must_use]
-    pub fn succeed_with(&mut self, node: &Node, environment: &[(&str, &str)]) -> Self {
-        let mut options = self.options.clone();
-        for (name, value) in [("TAKEOVER", "auto")].iter().chain(environment) {
-            options
-                .environment
-                .push(((*name).to_owned(), (*value).to_owned()));
-        }
+    pub fn succeed_with(&mut self, node: &Node, mut options: Options) -> Self {
+        options
+            .environment
+            .push(("TAKEOVER".to_owned(), "auto".to_owned()));
         let successor = Self::spawn(node, &self.directory, options)
             .unwrap_or_else(|error| panic!("starting the agent's successor: {error:#}"));
         std::mem::replace(self, successor)

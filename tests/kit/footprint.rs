@@ -229,6 +229,22 @@ pub fn netns_links(ns: &Namespace) -> Vec<u64> {
         .collect()
 }
 
+/// Detaches a link, as its owner could, and anybody else who may use bpf(2). One that the agent has replaced meanwhile is gone as well.
+///
+/// # Panics
+/// When bpftool fails otherwise.
+pub fn detach_link(id: u64) {
+    let output = Command::new("bpftool")
+        .args(["link", "detach", "id", &id.to_string()])
+        .output()
+        .expect("bpftool runs");
+    let said = String::from_utf8_lossy(&[output.stderr, output.stdout].concat()).into_owned();
+    assert!(
+        output.status.success() || said.contains("No such file or directory"),
+        "{said}"
+    );
+}
+
 fn bpftool(arguments: &[&str]) -> Vec<Value> {
     let run = || -> Result<Vec<Value>> {
         let output = Command::new("bpftool")

@@ -31,7 +31,7 @@ pub struct Holdings {
     pub links: usize,
     /// Entries of those of the maps that grow and shrink, by name.
     pub entries: BTreeMap<String, usize>,
-    /// Files below its directory of pins.
+    /// Files below its directory of pins; which slot a pod has is left out, since a repair may give it another.
     pub pins: BTreeSet<PathBuf>,
     /// Records of pods.
     pub records: BTreeSet<PathBuf>,
@@ -106,7 +106,7 @@ impl Holdings {
                 .filter(|link| ids.contains(&link["prog_id"].as_u64()))
                 .count(),
             entries: count_entries(&maps),
-            pins: below(&own),
+            pins: below(&own).iter().map(|path| without_slot(path)).collect(),
             records: below(&agent.state_dir().join("pods")),
             veths: devices
                 .lines()
@@ -315,6 +315,19 @@ fn below(directory: &Path) -> BTreeSet<PathBuf> {
         }
     }
     found
+}
+
+/// A path below `pods/SLOT-UID` as `pods/UID`.
+fn without_slot(path: &Path) -> PathBuf {
+    let mut shown = PathBuf::new();
+    for part in path {
+        let name = part.to_str().unwrap_or_default();
+        match name.split_once('-') {
+            Some((slot, uid)) if shown.ends_with("pods") && slot.parse::<u32>().is_ok() => shown.push(uid),
+            _ => shown.push(part),
+        }
+    }
+    shown
 }
 
 /// Entries of the maps whose number can change, by name.

@@ -21,7 +21,7 @@ use redirector_common::maps::{DECIDERS, Decider};
 use redirector_tests::{
     agent::Options,
     app::{self, App},
-    footprint::{Footprint, netns_links, pinned_below},
+    footprint::{Footprint, detach_link, netns_links, pinned_below},
     foreign::{Delivery, Foreign, Place},
     mesh::{Mesh, PORT},
     node::{Family, Pod},
@@ -379,19 +379,6 @@ fn remove_our_hooks(mesh: &Mesh, pod: &Pod) {
         }
     }
     our_links(mesh, pod).into_iter().for_each(detach_link);
-}
-
-/// As its owner could, and anybody else who may use bpf(2). One that the agent has replaced meanwhile is gone as well.
-fn detach_link(id: u64) {
-    let output = Command::new("bpftool")
-        .args(["link", "detach", "id", &id.to_string()])
-        .output()
-        .expect("bpftool runs");
-    let said = String::from_utf8_lossy(&[output.stderr, output.stdout].concat()).into_owned();
-    assert!(
-        output.status.success() || said.contains("No such file or directory"),
-        "{said}"
-    );
 }
 
 /// Where what is the pod's own is pinned.

@@ -25,7 +25,7 @@ use redirector_tests::{
     workloads::Workloads,
 };
 
-const SHORT: Duration = Duration::from_secs(40);
+const SHORT: Duration = Duration::from_secs(20);
 /// Applications in every pod and outside.
 const ECHO: u16 = 8080;
 const HASH: u16 = 8081;

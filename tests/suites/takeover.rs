@@ -1,9 +1,11 @@
 //! An agent takes over from one that runs, again and again, under load; and either of them dies on the way.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
+    fs,
     net::SocketAddr,
     os::fd::AsFd as _,
+    path::PathBuf,
     process::ExitCode,
     sync::{
         Mutex,
@@ -13,7 +15,9 @@ use std::{
     time::Duration,
 };
 
+use aya::maps::{Array, Map, MapData};
 use redirector::sys::seqpacket::Seqpacket;
+use redirector_common::maps::{FLAG_RELEASING, PODS, PodEntry};
 use redirector_tests::{
     agent::{Agent, Options, binary},
     app::{self, App},
@@ -24,6 +28,7 @@ use redirector_tests::{
     process,
     suite::{Case, Needs, case, main as suite},
     wait,
+    workloads::Workloads,
 };
 use serde_json::{Value, json};
 
@@ -37,6 +42,8 @@ const PAUSE: Duration = Duration::from_millis(5);
 /// In what the clients send; on the wire it is to be seen in plain only where that is meant.
 const CANARY: &str = "canary-8c1f";
 const DEADLINE: Duration = Duration::from_secs(30);
+/// Longest time that a successor waits for certificates, and some.
+const UNCERTIFIED: Duration = Duration::from_secs(60);
 
 fn main() -> ExitCode {
     let mut cases: Vec<Case> = Vec::new();
@@ -65,6 +72,35 @@ fn main() -> ExitCode {
     cases.push(case(
         "a_successor_that_dies_is_not_missed",
         a_successor_that_dies_is_not_missed,
+    ));
+    cases.push(case(
+        "a_successors_rules_go_with_it",
+        a_successors_rules_go_with_it,
+    ));
+    let forced = Options {
+        force_clsact: true,
+        ..Options::default()
+    };
+    let by_port = Options {
+        force_source_port: true,
+        ..Options::default()
+    };
+    for (name, old, new) in [
+        ("by_clsact", Options::default(), forced.clone()),
+        ("by_links", forced, Options::default()),
+        ("by_source_port", Options::default(), by_port),
+    ] {
+        cases.push(case(format!("a_successors_hooks_go_with_it_{name}"), move || {
+            a_successors_hooks_go_with_it(old, &new)
+        }));
+    }
+    cases.push(case(
+        "what_is_done_after_the_withdrawal_is_put_right",
+        what_is_done_after_the_withdrawal_is_put_right,
+    ));
+    cases.push(case(
+        "pins_that_a_successor_has_removed_are_made_anew",
+        pins_that_a_successor_has_removed_are_made_anew,
     ));
     cases.push(case(
         "an_agent_that_dies_meanwhile_is_succeeded",
@@ -380,6 +416,193 @@ fn a_successor_that_dies_is_not_missed() {
     }
 }
 
+/// Starts a successor that makes the pods ready and never has a certificate, so that it does not ask for the rest; returns when it is so
+/// far, with the agent that rests.
+fn half_taken_over(mesh: &mut Mesh, mut options: Options) -> Agent {
+    let empty = mesh.node.directory().join("no-certificates");
+    fs::create_dir_all(&empty).unwrap();
+    let directory = ["--cert-dir".to_owned(), empty.display().to_string()];
+    options.arguments.extend(directory);
+    options
+        .environment
+        .push(("FAKE_CA".to_owned(), "false".to_owned()));
+    let ready = |agent: &Agent| agent.log().matches("pods of an earlier agent").count();
+    let before = ready(&mesh.agent);
+    let old = mesh.agent.succeed_with(&mesh.node, options);
+    wait::until("the successor to have the pods", || {
+        assert!(mesh.agent.ended().is_none(), "it ended:\n{}", mesh.agent.log());
+        (ready(&mesh.agent) > before).then_some(())
+    });
+    old
+}
+
+/// Whether what the client sends is to be read on the wire.
+fn in_plain(mesh: &Mesh) -> bool {
+    let capture = mesh.node.capture(&mesh.server);
+    assert_eq!(ask(&mesh.client, &mesh.server).unwrap(), answer(&mesh.client));
+    contains(&capture.stop(), CANARY.as_bytes())
+}
+
+fn is_captured_again(mesh: &Mesh) {
+    wait::until("the client to be captured again", || {
+        (!in_plain(mesh)).then_some(())
+    });
+    works(mesh);
+}
+
+/// They were in force in the pods when it died, or gave up by itself.
+fn a_successors_rules_go_with_it() {
+    let mut mesh = Mesh::hbone(Options::default());
+    let _app = App::start(&mesh.server.ns, (Family::V4.any(), PORT).into(), app::who);
+    let rules = mesh.node.directory().join("other-rules.yaml");
+    let text =
+        format!("pods:\n- {{namespace: demo, name: client, rules: {{excludeOutboundPorts: [{PORT}]}}}}\n");
+    fs::write(&rules, text).unwrap();
+    for killed in [true, false] {
+        assert!(!in_plain(&mesh));
+        let options = Options {
+            arguments: vec!["--rules".to_owned(), rules.display().to_string()],
+            ..Options::default()
+        };
+        let old = half_taken_over(&mut mesh, options);
+        assert!(in_plain(&mesh), "the successor's rules were not in force");
+        if killed {
+            mesh.agent.kill();
+        } else {
+            let status = wait::within(UNCERTIFIED, "the successor to give up", || mesh.agent.ended());
+            assert!(!status.success(), "{status}");
+            let log = mesh.agent.log();
+            assert!(log.contains("there is no certificate for"), "{log}");
+        }
+        mesh.agent = old;
+        is_captured_again(&mesh);
+    }
+}
+
+/// The hooks of the same build, of another kind, and their slots: to the successor those of the programs that the old agent has ready
+/// were free.
+fn a_successors_hooks_go_with_it(old: Options, new: &Options) {
+    let mut mesh = Mesh::hbone(old);
+    let _app = App::start(&mesh.server.ns, (Family::V4.any(), PORT).into(), app::who);
+    let visitors: Vec<_> = (0..12)
+        .map(|number| mesh.node.pod(&format!("v{number}")))
+        .collect();
+    let capture = mesh.node.capture(&mesh.server);
+    mesh.agent.settle();
+    for round in 0..3 {
+        let old = half_taken_over(&mut mesh, new.clone());
+        under_load(&mesh.client, &mesh.server, || mesh.agent.kill());
+        mesh.agent = old;
+        under_load(&mesh.client, &mesh.server, || {
+            for visitor in &visitors {
+                mesh.agent.enrol(visitor);
+            }
+        });
+        // The looks are over when each pod has one slot.
+        wait::until("each pod to have a slot of its own", || {
+            let slots = slots(&mesh.agent);
+            let uids: BTreeSet<_> = slots.iter().map(|(_, uid)| uid).collect();
+            let numbers: BTreeSet<_> = slots.iter().map(|(slot, _)| slot).collect();
+            assert_eq!(uids.len(), visitors.len() + 2, "{slots:?}");
+            (numbers.len() == uids.len() && slots.len() == uids.len()).then_some(())
+        });
+        assert_eq!(impaired(&mesh.agent), 0, "{round}");
+        works(&mesh);
+        for visitor in &visitors {
+            mesh.agent.release(visitor);
+        }
+    }
+    let segments = capture.stop();
+    assert_eq!(opened_ports(&segments), [15008]);
+    assert!(!contains(&segments, CANARY.as_bytes()));
+    let log = mesh.agent.log();
+    for fault in ["have the same slot", "pins beside", "clean-up incomplete"] {
+        assert!(!log.contains(fault), "{log}");
+    }
+    let mut old = mesh.agent.taken_over(&mesh.node);
+    assert!(old.end().success());
+    works(&mesh);
+}
+
+fn impaired(agent: &Agent) -> usize {
+    let whole = |pod: &Value| pod["state"] == "captured" && pod["impaired"] != true;
+    agent.pods().iter().filter(|pod| !whole(pod)).count()
+}
+
+/// The only build of the programs that something is pinned for.
+fn build(agent: &Agent) -> PathBuf {
+    let mut builds = fs::read_dir(agent.bpffs_dir().join("builds")).unwrap();
+    let only = builds.next().unwrap().unwrap().path();
+    assert!(builds.next().is_none(), "one build");
+    only
+}
+
+/// What is pinned for pods: slots, and UIDs.
+fn slots(agent: &Agent) -> Vec<(u32, String)> {
+    let pinned = fs::read_dir(build(agent).join("pods")).unwrap();
+    let read = |entry: std::io::Result<fs::DirEntry>| {
+        let name = entry.unwrap().file_name().into_string().unwrap();
+        let (slot, uid) = name.split_once('-').unwrap();
+        (slot.parse().unwrap(), uid.to_owned())
+    };
+    pinned.map(read).collect()
+}
+
+/// A successor that is too slow, and does not hear that it has got nothing, goes on with the pods for a while.
+fn what_is_done_after_the_withdrawal_is_put_right() {
+    let mesh = Mesh::hbone(Options::default());
+    let _app = App::start(&mesh.server.ns, (Family::V4.any(), PORT).into(), app::who);
+    let asker = Asker::connect(&mesh.agent);
+    asker.say(&Asker::hello(&BTreeMap::new()));
+    asker.hear();
+    asker.say(PAUSE_MESSAGE);
+    while asker.hear().0["message"] != "pods" {}
+    asker.say("{}");
+    assert_eq!(asker.hear().0["message"], "withdrawn");
+    let client = |(slot, uid): (u32, String)| (uid == mesh.client.uid).then_some(slot);
+    let slot = slots(&mesh.agent).into_iter().find_map(client).unwrap();
+    let map = MapData::from_pin(build(&mesh.agent).join("maps").join(PODS)).unwrap();
+    let mut pods = Array::<_, [u8; size_of::<PodEntry>()]>::try_from(Map::Array(map)).unwrap();
+    // Until the other one has looked and goes by what it remembers.
+    wait::until("the client to be left alone", || {
+        let mut entry = pods.get(&slot, 0).unwrap();
+        entry[..4].copy_from_slice(&FLAG_RELEASING.to_ne_bytes());
+        pods.set(slot, entry, 0).unwrap();
+        in_plain(&mesh).then_some(())
+    });
+    drop(asker);
+    is_captured_again(&mesh);
+}
+
+/// One of another build removes what serves no pod.
+fn pins_that_a_successor_has_removed_are_made_anew() {
+    let mesh = Mesh::started(Options::default(), |client, server| {
+        Workloads::hbone([client, server])
+    });
+    let _app = App::start(&mesh.server.ns, (Family::V4.any(), PORT).into(), app::who);
+    mesh.agent.settle();
+    let asker = Asker::connect(&mesh.agent);
+    asker.say(&Asker::hello(&BTreeMap::new()));
+    asker.hear();
+    asker.say(PAUSE_MESSAGE);
+    assert_eq!(asker.hear().0["message"], "pods");
+    let build = build(&mesh.agent);
+    for directory in ["maps", "deciders", "pods"] {
+        for pin in fs::read_dir(build.join(directory)).unwrap() {
+            fs::remove_file(pin.unwrap().path()).unwrap();
+        }
+        fs::remove_dir(build.join(directory)).unwrap();
+    }
+    fs::remove_dir(&build).unwrap();
+    drop(asker);
+    for pod in [&mesh.client, &mesh.server] {
+        mesh.agent.enrol(pod);
+    }
+    assert!(!in_plain(&mesh));
+    works(&mesh);
+    assert_eq!(fs::read_dir(build.join("deciders")).unwrap().count(), 2);
+}
+
 fn lives() -> impl Iterator<Item = Duration> {
     (0..20).map(|step| Duration::from_millis(step * 60))
 }
@@ -418,11 +641,16 @@ fn an_agent_that_ends_meanwhile_is_succeeded(end: fn(&mut Agent)) {
     }
 }
 
-/// Starts a successor, and waits until it is welcomed; returns the agent that it takes over from. They have one log.
+/// Starts a successor of one with the default options, and waits until it is welcomed; returns the agent that it takes over from. They have one log.
 fn asked(mesh: &mut Mesh, environment: &[(&str, &str)]) -> Agent {
     let times = |agent: &Agent| agent.log().matches("taking over from the running agent").count();
     let before = times(&mesh.agent);
-    let old = mesh.agent.succeed_with(&mesh.node, environment);
+    let mut options = Options::default();
+    let more = environment
+        .iter()
+        .map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
+    options.environment.extend(more);
+    let old = mesh.agent.succeed_with(&mesh.node, options);
     wait::until("the successor to be welcomed", || {
         assert!(mesh.agent.ended().is_none(), "{}", mesh.agent.log());
         (times(&mesh.agent) > before).then_some(())

@@ -92,9 +92,9 @@ enum Command {
     },
     /// What the shipped programs are made of, in CycloneDX's format, into target/sbom.cdx.json
     Sbom,
-    /// All sorts of traffic at once, for a while, with checks for what is lost or left (root)
+    /// All sorts of traffic at once, and faults under traffic, each for a while, with checks for what is lost or left (root)
     Soak {
-        /// For how long
+        /// For how long, each
         #[arg(long, default_value_t = 10)]
         minutes: u32,
     },
@@ -229,16 +229,19 @@ fn soak(way: Option<Way>, minutes: u32) -> Result<()> {
     apt::require(apt::DEMO)?;
     let object = build::ebpf_object(way)?;
     let bins = build::binaries(&object, Profile::Release)?;
-    let suites = build::suites(&object, Profile::Release, &["soak"])?;
-    let mut command = process::command(suites.find("soak")?);
-    command
-        .env("REDIRECTOR_BIN", bins.find("redirector")?)
-        .env("REDIRECTOR_REQUIRE_ROOT", "1")
-        .env("REDIRECTOR_SOAK_SECONDS", (u64::from(minutes) * 60).to_string())
-        .current_dir(process::root().join("tests"));
-    let step = Step::start(format!("soak, {minutes} min"));
-    process::run(&mut command)?;
-    step.done();
+    let names = ["soak", "chaos"];
+    let suites = build::suites(&object, Profile::Release, &names)?;
+    for name in names {
+        let mut command = process::command(suites.find(name)?);
+        command
+            .env("REDIRECTOR_BIN", bins.find("redirector")?)
+            .env("REDIRECTOR_REQUIRE_ROOT", "1")
+            .env("REDIRECTOR_SOAK_SECONDS", (u64::from(minutes) * 60).to_string())
+            .current_dir(process::root().join("tests"));
+        let step = Step::start(format!("{name}, {minutes} min"));
+        process::run(&mut command)?;
+        step.done();
+    }
     Ok(())
 }
 

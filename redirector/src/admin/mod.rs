@@ -16,8 +16,8 @@ use crate::{
     identity::{crl_file::RevocationsView, states::IdentityState, store::Store},
     mesh::index::Mesh,
     pods::{
-        kubernetes::{Missed, directory::Directory},
-        status::Status,
+        kubernetes::directory::Directory,
+        status::{Missed, Status},
     },
     proxy::flows::Flows,
     redirect::probers::View,

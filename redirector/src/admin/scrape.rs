@@ -1,13 +1,23 @@
 //! `GET /metrics`: in the form that the caller accepts, and packed if it can unpack it.
+//!
+//! Thousands of series are megabytes of text, and callers may read slowly. So the text is nowhere whole: it is packed while it is made,
+//! which waits for no reader, kept packed until it is read, and unpacked piece by piece for who can't do that.
 
-use std::io::Write as _;
+use std::{
+    fmt,
+    io::{Read as _, Write as _},
+    iter,
+};
 
-use flate2::{Compression, write::GzEncoder};
+use bytes::{Buf as _, Bytes};
+use flate2::{Compression, bufread::GzDecoder, write::GzEncoder};
+use futures_util::stream;
 use http::{
     HeaderMap, HeaderName, HeaderValue, StatusCode,
-    header::{ACCEPT, ACCEPT_ENCODING, CONTENT_ENCODING, CONTENT_TYPE, VARY},
+    header::{ACCEPT, ACCEPT_ENCODING, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, VARY},
 };
-use http_body_util::{BodyExt as _, Full};
+use http_body_util::{BodyExt as _, Full, StreamBody};
+use hyper::body::Frame;
 use prometheus_client::registry::Registry;
 
 use crate::{
@@ -15,15 +25,13 @@ use crate::{
     telemetry::metrics,
 };
 
-/// Smaller texts are not worth it.
-const PACKED_FROM: usize = 1024;
+/// Bytes of text that are packed or unpacked at one time.
+const PIECE_BYTES: usize = 16 * 1024;
 
 /// The metrics, as `headers` ask for them.
 pub(super) fn answer(registry: &Registry, headers: &HeaderMap) -> Answer {
-    let body = metrics::text(registry);
-    let packed =
-        (body.len() >= PACKED_FROM && accepts(headers, &ACCEPT_ENCODING, "gzip")).then(|| pack(&body));
-    let mut answer = text(StatusCode::OK, body);
+    let metrics = Packed::of(registry);
+    let mut answer = text(StatusCode::OK, "");
     let kind = match accepts(headers, &ACCEPT, "application/openmetrics-text") {
         true => metrics::OPEN_METRICS,
         false => metrics::PLAIN,
@@ -31,11 +39,78 @@ pub(super) fn answer(registry: &Registry, headers: &HeaderMap) -> Answer {
     let own = answer.headers_mut();
     own.insert(CONTENT_TYPE, HeaderValue::from_static(kind));
     own.insert(VARY, HeaderValue::from_static("accept, accept-encoding"));
-    if let Some(packed) = packed {
+    if accepts(headers, &ACCEPT_ENCODING, "gzip") {
         own.insert(CONTENT_ENCODING, HeaderValue::from_static("gzip"));
-        *answer.body_mut() = Full::from(packed).boxed_unsync();
+        *answer.body_mut() = Full::from(metrics.bytes).boxed_unsync();
+    } else {
+        own.insert(CONTENT_LENGTH, metrics.text_bytes.into());
+        let pieces = metrics.unpacked().map(|piece| Ok(Frame::data(piece)));
+        *answer.body_mut() = StreamBody::new(stream::iter(pieces)).boxed_unsync();
     }
     answer
+}
+
+/// The metrics in words, by gzip.
+struct Packed {
+    bytes: Bytes,
+    text_bytes: usize,
+}
+
+impl Packed {
+    fn of(registry: &Registry) -> Self {
+        let mut packer = Packer {
+            piece: String::with_capacity(PIECE_BYTES),
+            text_bytes: 0,
+            out: GzEncoder::new(Vec::new(), Compression::fast()),
+        };
+        // Neither writing to a Vec nor packing fails.
+        let _ = metrics::write(registry, &mut packer);
+        packer.pack();
+        let mut bytes = packer.out.finish().unwrap_or_default();
+        bytes.shrink_to_fit();
+        Self {
+            bytes: bytes.into(),
+            text_bytes: packer.text_bytes,
+        }
+    }
+
+    /// The text, in pieces that are made when they are asked for.
+    fn unpacked(self) -> impl Iterator<Item = Bytes> + Send {
+        let mut unpacker = GzDecoder::new(self.bytes.reader());
+        iter::from_fn(move || {
+            let mut piece = Vec::with_capacity(PIECE_BYTES);
+            // If it failed, the text would be shorter than it is said to be.
+            let _ = unpacker.by_ref().take(PIECE_BYTES as u64).read_to_end(&mut piece);
+            (!piece.is_empty()).then(|| piece.into())
+        })
+    }
+}
+
+/// Packs what is written.
+struct Packer {
+    /// What waits for more: the registry writes a few bytes at a time.
+    piece: String,
+    text_bytes: usize,
+    out: GzEncoder<Vec<u8>>,
+}
+
+impl Packer {
+    fn pack(&mut self) {
+        self.text_bytes += self.piece.len();
+        // Writing to a Vec does not fail.
+        let _ = self.out.write_all(self.piece.as_bytes());
+        self.piece.clear();
+    }
+}
+
+impl fmt::Write for Packer {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        if self.piece.len() + text.len() > PIECE_BYTES {
+            self.pack();
+        }
+        self.piece.push_str(text);
+        Ok(())
+    }
 }
 
 /// Whether a header lists `wanted` and does not give it the weight 0 (RFC 9110, section 12.4.2). Wildcards count for nothing: whoever
@@ -53,20 +128,47 @@ fn accepts(headers: &HeaderMap, name: &HeaderName, wanted: &str) -> bool {
     })
 }
 
-fn pack(text: &str) -> Vec<u8> {
-    let mut packer = GzEncoder::new(Vec::with_capacity(text.len() / 8), Compression::fast());
-    // Writing to a Vec does not fail.
-    let _ = packer.write_all(text.as_bytes());
-    packer.finish().unwrap_or_default()
-}
-
 #[cfg(test)]
 mod tests {
-    use std::io::Read as _;
-
-    use flate2::read::GzDecoder;
+    use prometheus_client::metrics::{counter::Counter, family::Family};
 
     use super::*;
+
+    fn asking_for(encoding: &'static str) -> HeaderMap {
+        HeaderMap::from_iter([(ACCEPT_ENCODING, HeaderValue::from_static(encoding))])
+    }
+
+    #[tokio::test]
+    async fn a_long_text_is_kept_packed_and_read_in_pieces() {
+        let mut registry = Registry::default();
+        let lines = Family::<Vec<(&str, String)>, Counter>::default();
+        registry.register("lines", "Some with more in them than a piece has", lines.clone());
+        for length in (1..400).chain([PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES * 3]) {
+            lines.get_or_create(&vec![("label", "x".repeat(length))]).inc();
+        }
+        let mut expected = String::new();
+        metrics::write(&registry, &mut expected).unwrap();
+
+        let plain = answer(&registry, &asking_for("identity"));
+        assert_eq!(
+            plain.headers()[CONTENT_LENGTH],
+            expected.len().to_string().as_str()
+        );
+        let (mut body, mut text) = (plain.into_body(), Vec::new());
+        while let Some(frame) = body.frame().await {
+            let piece = frame.unwrap().into_data().unwrap();
+            assert!((1..=PIECE_BYTES).contains(&piece.len()), "{}", piece.len());
+            text.extend_from_slice(&piece);
+        }
+        assert!(String::from_utf8(text).unwrap() == expected);
+
+        let packed = answer(&registry, &asking_for("gzip")).into_body();
+        let packed = packed.collect().await.unwrap().to_bytes();
+        assert!(packed.len() < expected.len() / 10, "{}", packed.len());
+        let mut text = String::new();
+        GzDecoder::new(&*packed).read_to_string(&mut text).unwrap();
+        assert!(text == expected);
+    }
 
     #[tokio::test]
     async fn the_form_is_the_one_that_is_asked_for() {

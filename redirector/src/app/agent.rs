@@ -182,7 +182,6 @@ impl Agent {
                 Arc::clone(&succession.inherited),
             )),
         };
-        status::register_states(&mut registry, pods_status.clone());
         let named = pods_status.clone();
         redirect::metrics::register(&mut registry, redirector, move || {
             let pods = &named.borrow().pods;
@@ -200,12 +199,14 @@ impl Agent {
             follower.annotate(pods_status.clone(), &mut serving.tasks, turn);
             follower
         });
+        let missed = follower
+            .as_ref()
+            .map_or_else(|| watch::channel(Vec::new()).1, Follower::missed);
+        status::register_states(&mut registry, pods_status.clone(), missed.clone());
         let (installer, cni) = Installer::begin(&config, pods_status.clone(), open.clone());
         let admin = Arc::new(Admin {
             directory: follower.as_ref().map(Follower::directory),
-            missed: follower
-                .as_ref()
-                .map_or_else(|| watch::channel(Vec::new()).1, Follower::missed),
+            missed,
             pods: pods_status.clone(),
             cni,
             probers,
@@ -279,7 +280,7 @@ impl Agent {
     }
 
     /// Runs until there is a reason to end.
-    pub(super) async fn until(&mut self, signals: &mut Signals, opening: Opening) -> End {
+    pub(super) async fn until(&mut self, signals: &mut Signals, opening: &mut Opening) -> End {
         tokio::select! {
             () = signals.next() => End::Asked,
             () = self.quit.cancelled() => {
@@ -394,18 +395,19 @@ pub(super) struct Opening {
 
 impl Opening {
     /// Has this agent serve, when the pods of an earlier one are back. Returns only when that one goes on.
-    async fn run(self) -> Result<(), takeover::Error> {
+    async fn run(&mut self) -> Result<(), takeover::Error> {
         // A source that has ended tells nothing.
-        if let Ok(unknown) = self.back.await {
+        if let Ok(unknown) = (&mut self.back).await {
             let Succession {
                 taking,
                 foreign,
                 inherited,
                 ..
-            } = self.succession;
-            if let Some(mut taking) = taking {
+            } = &mut self.succession;
+            // It lives as long as the pods' table where that fails: the other agent goes on when nothing is done here any more.
+            if let Some(taking) = taking {
                 taking
-                    .commit(self.pods, &unknown, &self.identities, &inherited)
+                    .commit(self.pods.clone(), &unknown, &self.identities, inherited)
                     .await?;
                 foreign.store(false, Ordering::Relaxed);
                 self.open.cancel();

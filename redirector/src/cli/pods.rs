@@ -11,10 +11,7 @@ use super::{
 };
 use crate::{
     admin::PodsView,
-    pods::{
-        kubernetes::Missed,
-        status::{PodStatus, State},
-    },
+    pods::status::{Missed, PodStatus, State},
 };
 
 #[derive(Debug, clap::Args)]

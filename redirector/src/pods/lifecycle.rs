@@ -17,7 +17,7 @@ use std::{
 use tokio::{
     sync::{Notify, mpsc, watch},
     task::{self, JoinError, JoinSet},
-    time::{Instant, MissedTickBehavior, interval, interval_at, timeout_at},
+    time::{Instant, MissedTickBehavior, interval, interval_at, timeout, timeout_at},
 };
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, error, info, warn};
@@ -200,7 +200,8 @@ impl<L: Launch> Lifecycle<L> {
         self.shut_down().await;
     }
 
-    /// Finishes what has begun, and rests. What others did to the pods meanwhile is put right after that.
+    /// Finishes what has begun, and rests. What another agent did to the pods meanwhile is put right after that, unless they are its own
+    /// by then.
     async fn pause(&mut self, mut pause: Pause<io::Result<Vec<Served>>>, stop: &CancellationToken) {
         self.due.clear();
         loop {
@@ -216,9 +217,28 @@ impl<L: Launch> Lifecycle<L> {
         self.publish();
         let pods = self.table.values().filter_map(|entry| entry.pod.as_ref());
         let served = pods.filter_map(|pod| self.worker.served(pod)).collect();
-        if pause.rest(served, stop).await {
+        let goes_on = pause.rest(served, stop).await;
+        if goes_on || self.config.release_on_exit.load(Ordering::Relaxed) {
+            self.reread(stop).await;
+        }
+        if goes_on {
             self.retry();
             self.check();
+        }
+    }
+
+    /// Has the backend find out what is in place. Until it has, nothing may be done to the pods by what it remembers.
+    async fn reread(&self, stop: &CancellationToken) {
+        loop {
+            let worker = Arc::clone(&self.worker);
+            let reread = move || worker.redirector.reread().map_err(Error::Attach);
+            let Err(error) = blocking("read again what is in place", reread).await else {
+                return;
+            };
+            error!(error = %Chain(&error), "cannot read again what is in place, and changes nothing until then");
+            if timeout(RETRY_INTERVAL, stop.cancelled()).await.is_ok() {
+                return;
+            }
         }
     }
 

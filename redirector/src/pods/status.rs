@@ -70,6 +70,20 @@ pub enum State {
     Stopping,
 }
 
+/// A pod that should be captured and could not even be tried.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Missed {
+    /// UID.
+    pub uid: String,
+    /// Kubernetes namespace.
+    pub namespace: String,
+    /// Pod name.
+    pub name: String,
+    /// Why.
+    pub error: String,
+}
+
 /// Counters of the lifecycle. Names of ztunnel's where it has one.
 #[derive(Debug, Clone, Default)]
 pub struct Metrics {
@@ -169,18 +183,28 @@ impl Metrics {
     }
 }
 
-/// Names the state of each pod of `view` in `registry`. Series go with their pods.
-pub fn register_states(registry: &mut Registry, view: watch::Receiver<Status>) {
-    registry.register_collector(Box::new(States(view)));
+/// Names the state of each pod of `pods`, and of those that were `missed`, in `registry`. Series go with their pods.
+pub fn register_states(
+    registry: &mut Registry,
+    pods: watch::Receiver<Status>,
+    missed: watch::Receiver<Vec<Missed>>,
+) {
+    registry.register_collector(Box::new(States { pods, missed }));
 }
 
 #[derive(Debug)]
-struct States(watch::Receiver<Status>);
+struct States {
+    pods: watch::Receiver<Status>,
+    missed: watch::Receiver<Vec<Missed>>,
+}
 
 impl Collector for States {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        let status = self.0.borrow().clone();
-        if status.pods.is_empty() {
+        let status = self.pods.borrow().clone();
+        let mut missed = self.missed.borrow().clone();
+        // Who has just been told of is still missed for a moment, and has one state.
+        missed.retain(|missed| status.pods.iter().all(|pod| pod.uid != missed.uid));
+        if status.pods.is_empty() && missed.is_empty() {
             return Ok(());
         }
         let mut states = encoder.encode_descriptor(
@@ -190,8 +214,13 @@ impl Collector for States {
             MetricType::Gauge,
         )?;
         for pod in &status.pods {
-            let [namespace, name, uid] = pod.labels();
+            let [namespace, name, uid] = labels(&pod.namespace, &pod.name, &pod.uid);
             let labels = [namespace, name, uid, ("state", pod.state.as_str())];
+            ConstGauge::new(1_i64).encode(states.encode_family(&labels)?)?;
+        }
+        for pod in &missed {
+            let [namespace, name, uid] = labels(&pod.namespace, &pod.name, &pod.uid);
+            let labels = [namespace, name, uid, ("state", "missed")];
             ConstGauge::new(1_i64).encode(states.encode_family(&labels)?)?;
         }
         let mut impaired = encoder.encode_descriptor(
@@ -202,20 +231,15 @@ impl Collector for States {
         )?;
         for pod in &status.pods {
             let value = ConstGauge::new(i64::from(pod.impaired));
-            value.encode(impaired.encode_family(&pod.labels())?)?;
+            let labels = labels(&pod.namespace, &pod.name, &pod.uid);
+            value.encode(impaired.encode_family(&labels)?)?;
         }
         Ok(())
     }
 }
 
-impl PodStatus {
-    fn labels(&self) -> [(&'static str, &str); 3] {
-        [
-            ("namespace", &self.namespace),
-            ("pod_name", &self.name),
-            ("uid", &self.uid),
-        ]
-    }
+fn labels<'a>(namespace: &'a str, name: &'a str, uid: &'a str) -> [(&'static str, &'a str); 3] {
+    [("namespace", namespace), ("pod_name", name), ("uid", uid)]
 }
 
 impl State {
@@ -249,8 +273,9 @@ mod tests {
             error: error.map(Into::into),
         };
         let (status, view) = watch::channel(Status::default());
+        let (missed, missed_view) = watch::channel(Vec::new());
         let mut registry = Registry::default();
-        register_states(&mut registry, view);
+        register_states(&mut registry, view, missed_view);
         let text = || {
             let mut text = String::new();
             prometheus_client::encoding::text::encode(&mut text, &registry).unwrap();
@@ -274,5 +299,21 @@ mod tests {
         );
         status.send_modify(|status| drop(status.pods.remove(1)));
         assert!(!text().contains("u-db"));
+        let miss = |name: &str| Missed {
+            uid: format!("u-{name}"),
+            namespace: "shop".into(),
+            name: name.into(),
+            error: "no namespace".into(),
+        };
+        missed.send_replace(vec![miss("lost"), miss("web")]);
+        let told = text();
+        assert!(told.contains("uid=\"u-lost\",state=\"missed\"} 1"), "{told}");
+        assert_eq!(
+            told.matches("redirector_pod_state{").count(),
+            2,
+            "each pod has one state: {told}"
+        );
+        missed.send_replace(Vec::new());
+        assert!(!text().contains("missed"));
     }
 }

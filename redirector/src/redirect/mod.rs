@@ -165,6 +165,12 @@ pub trait Redirector: Send + Sync {
         Ok(())
     }
 
+    /// Forgets what it remembers of pods and reads again what is in place: another agent has had them meanwhile, and has not kept them.
+    /// Blocking; nothing is attached or released at that time.
+    fn reread(&self) -> Result<(), Error> {
+        Ok(())
+    }
+
     /// Tells a socket of the proxy's own, before it connects or listens, from the applications'.
     fn own_socket(&self, socket: BorrowedFd<'_>) -> io::Result<()>;
 }

@@ -127,6 +127,10 @@ impl Redirector for Moved {
         self.now.make_ready()
     }
 
+    fn reread(&self) -> Result<(), Error> {
+        self.now.reread()
+    }
+
     fn own_socket(&self, socket: BorrowedFd<'_>) -> io::Result<()> {
         self.now.own_socket(socket)
     }

@@ -177,7 +177,7 @@ where
         let scope = target.strip_prefix("redirector::").unwrap_or(target);
         match self.0 {
             Format::Plain => {
-                let mut text = Plain::default();
+                let mut text = Plain::new();
                 event.record(&mut text);
                 let Plain { message, fields } = text;
                 writeln!(writer, "{time}\t{level}\t{scope}\t{message}\t{fields}")
@@ -216,10 +216,24 @@ pub fn timestamp(now: SystemTime) -> String {
 }
 
 /// `key=value`, with spaces between; texts are quoted.
-#[derive(Default)]
 struct Plain {
     message: String,
     fields: String,
+}
+
+impl Plain {
+    fn new() -> Self {
+        Self {
+            message: String::new(),
+            // A line of the access log has some 400 bytes.
+            fields: String::with_capacity(512),
+        }
+    }
+
+    fn key(&mut self, field: &Field) {
+        let gap = if self.fields.is_empty() { "" } else { " " };
+        self.fields.extend([gap, field.name(), "="]);
+    }
 }
 
 impl Visit for Plain {
@@ -227,12 +241,26 @@ impl Visit for Plain {
         // Writing to a String does not fail.
         let _ = match field.name() {
             "message" => write!(OneLine(&mut self.message), "{value:?}"),
-            name => {
-                let gap = if self.fields.is_empty() { "" } else { " " };
-                write!(OneLine(&mut self.fields), "{gap}{name}={value:?}")
+            _ => {
+                self.key(field);
+                write!(OneLine(&mut self.fields), "{value:?}")
             }
         };
     }
+
+    /// Most fields are short names, which are the same when they are quoted.
+    fn record_str(&mut self, field: &Field, value: &str) {
+        if field.name() == "message" || value.contains(['"', '\\']) || !is_plain(value) {
+            return self.record_debug(field, &value);
+        }
+        self.key(field);
+        self.fields.extend(["\"", value, "\""]);
+    }
+}
+
+/// Whether a text has ASCII's printable characters alone.
+fn is_plain(text: &str) -> bool {
+    text.bytes().all(|byte| (b' '..=b'~').contains(&byte))
 }
 
 /// A text from outside must not start a line or a column of its own, nor speak to a terminal.
@@ -240,7 +268,7 @@ struct OneLine<'a>(&'a mut String);
 
 impl fmt::Write for OneLine<'_> {
     fn write_str(&mut self, text: &str) -> fmt::Result {
-        if !text.contains(char::is_control) {
+        if is_plain(text) {
             self.0.push_str(text);
             return Ok(());
         }
@@ -342,7 +370,11 @@ mod tests {
         let address = std::net::SocketAddr::from(([10, 0, 0, 1], 5));
         tracing::subscriber::with_default(subscriber, || {
             let told = "x\ny\t\u{1b}[2J";
-            tracing::info!(target: "access", { src.addr = %address, bytes = 7_u64, text = "a\nb", %told }, "done");
+            tracing::info!(
+                target: "access",
+                { src.addr = %address, bytes = 7_u64, text = "a\nb", name = "a b", quote = "é\"\\", %told },
+                "done"
+            );
         });
         let bytes = sink.0.lock().unwrap().clone();
         String::from_utf8(bytes).unwrap()
@@ -355,7 +387,7 @@ mod tests {
         assert_eq!(time.len(), "2026-01-05T10:11:12.345678Z".len());
         assert_eq!(
             rest,
-            "info\taccess\tdone\tsrc.addr=10.0.0.1:5 bytes=7 text=\"a\\nb\" told=x\\ny\\t\\u{1b}[2J\n"
+            "info\taccess\tdone\tsrc.addr=10.0.0.1:5 bytes=7 text=\"a\\nb\" name=\"a b\" quote=\"é\\\"\\\\\" told=x\\ny\\t\\u{1b}[2J\n"
         );
     }
 
@@ -363,7 +395,7 @@ mod tests {
     fn json_lines_are_objects() {
         let line = logged(Format::Json);
         let order = [
-            "level", "time", "scope", "message", "src.addr", "bytes", "text", "told",
+            "level", "time", "scope", "message", "src.addr", "bytes", "text", "name", "quote", "told",
         ];
         let places = order.map(|key| line.find(&format!("\"{key}\":")).unwrap());
         assert!(places.is_sorted(), "{line}");

@@ -2,7 +2,7 @@
 //!
 //! Each module registers its own `Metrics` here; `admin` serves the text.
 
-use std::{fs, time::Duration};
+use std::{fmt, fs, time::Duration};
 
 use prometheus_client::{
     collector::Collector,
@@ -38,19 +38,19 @@ pub fn registry() -> Registry {
     registry
 }
 
-/// The metrics as text.
-pub fn text(registry: &Registry) -> String {
-    let mut text = String::new();
-    // Writing to a String does not fail.
-    let _ = encode(&mut text, registry);
-    text
+/// Writes the metrics as text.
+///
+/// # Errors
+/// Those of `to`.
+pub fn write(registry: &Registry, to: &mut impl fmt::Write) -> fmt::Result {
+    encode(to, registry)
 }
 
 #[derive(Debug)]
 struct Process;
 
 impl Collector for Process {
-    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
         let mut gauge = |name: &str, help: &str, value: u64| {
             let metric = ConstGauge::new(i64::try_from(value).unwrap_or(i64::MAX));
             metric.encode(encoder.encode_descriptor(name, help, None, metric.metric_type())?)
@@ -81,18 +81,13 @@ impl Collector for Process {
     }
 }
 
-fn seconds(
-    encoder: &mut DescriptorEncoder<'_>,
-    name: &str,
-    help: &str,
-    value: Duration,
-) -> Result<(), std::fmt::Error> {
+fn seconds(encoder: &mut DescriptorEncoder<'_>, name: &str, help: &str, value: Duration) -> fmt::Result {
     let counter = ConstCounter::new(value.as_secs_f64());
     counter.encode(encoder.encode_descriptor(name, help, None, MetricType::Counter)?)
 }
 
 /// What tokio tells of the runtime that this is called in.
-fn runtime(mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
+fn runtime(mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
     let Ok(handle) = Handle::try_current() else {
         return Ok(());
     };
@@ -166,7 +161,8 @@ mod tests {
 
     #[tokio::test]
     async fn the_process_is_described() {
-        let text = text(&registry());
+        let mut text = String::new();
+        write(&registry(), &mut text).unwrap();
         let value = |name: &str| {
             let line = text.lines().find_map(|line| line.strip_prefix(name));
             let value = line.unwrap_or_else(|| panic!("{name} in {text}"));

@@ -44,6 +44,8 @@ const PREPARE_DEADLINE: Duration = Duration::from_secs(120);
 const PAUSE_DEADLINE: Duration = Duration::from_secs(60);
 /// Time for it to make all pods ready, while their events wait.
 const COMMIT_DEADLINE: Duration = Duration::from_secs(120);
+/// Time for it to end when it has got nothing.
+const END_DEADLINE: Duration = Duration::from_secs(60);
 /// Time to wait when no connection can be taken, as when files run out.
 const ACCEPT_BACKOFF: Duration = Duration::from_secs(1);
 
@@ -212,6 +214,12 @@ impl Giver {
                 );
                 // It may be gone.
                 let _ = talk.send(&Message::Withdrawn { reason }, &[]).await;
+                // The parts go on, to rest once more.
+                drop(rests);
+                tokio::select! {
+                    () = see_off(&talk, parts) => {}
+                    () = stop.cancelled() => {}
+                }
                 return None;
             }
         };
@@ -309,6 +317,18 @@ impl Given {
     pub(in crate::app) fn let_go(self) -> Option<Rests> {
         self.rests
     }
+}
+
+/// Waits until who has got nothing is gone, and has the parts rest once more: what it has done to the pods until then is put right when
+/// they go on.
+async fn see_off(talk: &Talk, parts: &Parts) {
+    let is_gone = |received| matches!(received, Ok(None) | Err(wire::Error::Socket { .. }));
+    let gone = async { while !is_gone(talk.recv(END_DEADLINE).await) {} };
+    if timeout(END_DEADLINE, gone).await.is_err() {
+        warn!("the agent that has not taken over is still there: what it does to the pods is not put right");
+    }
+    // A part that has ended ends this agent.
+    let _ = timeout(PAUSE_DEADLINE, parts.rest()).await;
 }
 
 /// Whether `expected` came, and not the end.

@@ -268,8 +268,8 @@ impl Taking {
 
 impl Taking {
     /// Waits until the other agent has closed its listeners: where a pod goes and comes again, the ports are free then.
-    pub(in crate::app) async fn closed(self) {
-        if let Some(talk) = self.talk
+    pub(in crate::app) async fn closed(&mut self) {
+        if let Some(talk) = self.talk.take()
             && !matches!(talk.recv(YOURS_DEADLINE).await, Ok(None))
         {
             warn!(

@@ -21,9 +21,11 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-pub use self::reconcile::Missed;
 use self::{decide::Decider, directory::Directory, enablement::Enablement, reconcile::Reconciler};
-use super::{PodEvent, status::Status};
+use super::{
+    PodEvent,
+    status::{Missed, Status},
+};
 use crate::control_plane::kubernetes::Kubernetes;
 
 /// Settings.

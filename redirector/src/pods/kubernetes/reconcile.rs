@@ -11,7 +11,6 @@ use std::{
     time::Duration,
 };
 
-use serde::{Deserialize, Serialize};
 use tokio::{
     sync::{Semaphore, mpsc, oneshot, watch},
     task::JoinSet,
@@ -23,7 +22,7 @@ use tracing::{info, warn};
 use super::{
     super::{
         Error, OnFailure, PodAdd, PodDelete, PodEvent, Reply,
-        status::{PodStatus, State, Status},
+        status::{Missed, PodStatus, State, Status},
         work::blocking,
     },
     directory::{Decided, Directory, KnownPod},
@@ -41,20 +40,6 @@ const TURN: Duration = Duration::from_secs(60);
 
 /// Pause after a failure with a pod: the first, and the longest.
 const BACKOFF: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(30));
-
-/// A pod that should be captured and could not even be tried.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct Missed {
-    /// UID.
-    pub uid: String,
-    /// Kubernetes namespace.
-    pub namespace: String,
-    /// Pod name.
-    pub name: String,
-    /// Why.
-    pub error: String,
-}
 
 /// Compares, and sends the events.
 pub(super) struct Reconciler {

@@ -160,6 +160,10 @@ impl Redirector for World {
         unreachable!()
     }
 
+    fn reread(&self) -> Result<(), redirect::Error> {
+        self.step("reread", &"all".parse().unwrap())
+    }
+
     fn own_socket(&self, _: BorrowedFd<'_>) -> io::Result<()> {
         unreachable!()
     }
@@ -750,8 +754,49 @@ async fn what_has_begun_is_finished_before_it_rests_and_events_wait() {
     drop(rest);
     second.await.unwrap().unwrap();
     third.await.unwrap().unwrap();
+    // What it remembers is of before.
+    assert_eq!(agent.world.log()[before.len()], "reread all");
 
+    // Of one that has taken over nothing is read: the pods are its own.
     let (_, _rest) = agent.pauser.rest().await.unwrap();
     agent.stop.cancel();
     agent.task.await.unwrap();
+    assert!(!agent.world.log().contains(&"reread all".to_owned()));
+}
+
+#[tokio::test(start_paused = true)]
+async fn nothing_is_done_to_a_pod_before_it_is_known_what_is_in_place() {
+    let agent = Agent::synced().await;
+    agent.add(pod("a", 2)).await.unwrap();
+    let (_, rest) = agent.pauser.rest().await.unwrap();
+    agent.world.log();
+    agent.world.fault("reread all");
+    drop(rest);
+    let mut add = agent.send(|reply| PodEvent::Add(pod("b", 3), reply)).await;
+    tokio::time::timeout(3 * RETRY_INTERVAL, &mut add)
+        .await
+        .unwrap_err();
+    let log = agent.world.log();
+    assert!(
+        log.len() > 1 && log.iter().all(|step| step == "reread all"),
+        "{log:?}"
+    );
+    agent.world.mend();
+    add.await.unwrap().unwrap();
+    let log = agent.world.log();
+    let first = |step: &str| log.iter().position(|done| done == step).unwrap();
+    assert!(
+        first("reread all") < first("attach a").min(first("attach b")),
+        "{log:?}"
+    );
+}
+
+#[tokio::test]
+async fn an_agent_that_is_stopped_while_it_rests_releases_what_is_in_place() {
+    let agent = Agent::fresh(true);
+    agent.add(pod("a", 2)).await.unwrap();
+    let (_, _rest) = agent.pauser.rest().await.unwrap();
+    agent.world.log();
+    let (world, ..) = agent.stop().await;
+    assert_eq!(world.log(), ["reread all", "release a", "stop 5s a", "detach a"]);
 }

@@ -70,6 +70,13 @@ impl Ebpf {
             slot,
             uid: pod.uid.clone(),
         };
+        if instance.directory().exists() {
+            // What holds the pod's hooks is not to be taken away with what could not be made.
+            return Err(Error::new(
+                format!("making {}", instance.directory().display()),
+                "it is there: somebody pins beside this agent",
+            ));
+        }
         match self.install(wanted, &instance, programs, before.as_ref()) {
             Ok((programs, fault)) => {
                 report(self.remove_replaced(pod, plan, &here, &elsewhere));
@@ -108,6 +115,10 @@ impl Ebpf {
             tracing::info!(uid = %pod.uid, "replacing an instance of another build");
             return Ok(None);
         }
+        if !self.store().is_of(instance.slot, &pod.uid) {
+            tracing::warn!(uid = %pod.uid, slot = instance.slot, "replacing an instance whose slot is not its own");
+            return Ok(None);
+        }
         let before = self.store().entry(instance.slot)?;
         let entry = self.entry(wanted, self.node_nsid(&pod.netns)?);
         let facts_wanted = self.facts(pod, place);
@@ -143,9 +154,6 @@ impl Ebpf {
         {
             let mut store = self.store();
             store.set_addresses(instance.slot, &plan.addresses)?;
-            if listeners.inherited {
-                store.note_listeners(instance.slot, listeners)?;
-            }
             store.set_listeners(instance.slot, listeners)?;
         }
         set.and(routed)?;
@@ -312,7 +320,7 @@ impl Ebpf {
     /// Empties the slot of an instance whose programs run no more.
     fn free(&self, instance: &Instance, last: Last) -> Vec<Error> {
         if instance.build == self.build {
-            self.store().free(instance.slot, last)
+            self.store().free(instance.slot, &instance.uid, last)
         } else {
             Vec::new()
         }

@@ -389,6 +389,18 @@ impl Redirector for Ebpf {
         self.fill_spares()
     }
 
+    fn reread(&self) -> Result<(), Error> {
+        self.known().clear();
+        // Agents of other builds remove what serves no pod.
+        self.pins.build(object::build_hash())?;
+        self.shared.pin_again()?;
+        self.shared.put_back()?;
+        if let Err(error) = rcu::put_back(&self.pins.shared()) {
+            tracing::warn!(%error, "another agent has left the grace periods of RCU short");
+        }
+        self.reread_slots()
+    }
+
     fn own_socket(&self, socket: BorrowedFd<'_>) -> io::Result<()> {
         let mut tags = self.tags.lock().unwrap_or_else(PoisonError::into_inner);
         tags.set(&socket, Tag::Proxy).map_err(io::Error::other)

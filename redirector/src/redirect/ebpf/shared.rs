@@ -9,6 +9,7 @@ use std::{
 
 use aya::{
     maps::MapData,
+    pin::PinError,
     programs::{ProgramInfo, SchedClassifier},
 };
 use redirector_common::maps::{DECIDERS, PODS};
@@ -25,7 +26,8 @@ pub(super) struct Shared {
     maps: Vec<(PathBuf, MapData)>,
     deciders: Vec<Loaded>,
     array: Mutex<DeciderMap>,
-    pinning: Mutex<()>,
+    /// The programs by their pins.
+    pinned: Mutex<Vec<(PathBuf, SchedClassifier)>>,
     /// Numbers of the maps by which this build's programs are told from those that have lost theirs.
     ids: [u32; 2],
 }
@@ -45,6 +47,14 @@ impl Shared {
             .into_iter()
             .map(|(_, path)| open(path))
             .collect::<Result<_, _>>()?;
+        let open_program = |(name, _): (&str, _)| {
+            let path = build.deciders().join(name);
+            match SchedClassifier::from_pin(&path) {
+                Ok(program) => Ok((path, program)),
+                Err(error) => Err(Error::new(format!("opening {}", path.display()), error)),
+            }
+        };
+        let programs = object::SHARED.into_iter().map(open_program);
         let id = |name: &str| {
             let path = build.maps().join(name);
             let info = MapData::from_pin(&path).and_then(|map| map.info());
@@ -55,7 +65,7 @@ impl Shared {
             maps,
             deciders,
             array: Mutex::new(open_map(&build.maps(), DECIDERS, DeciderMap::new)?),
-            pinning: Mutex::default(),
+            pinned: Mutex::new(programs.collect::<Result<_, _>>()?),
             ids: [id(PODS)?, id(DECIDERS)?],
         })
     }
@@ -77,7 +87,7 @@ impl Shared {
     /// Makes the pins that are gone, or are others' by now, anew, before the maps are looked for there.
     pub(super) fn pin_again(&self) -> Result<(), Error> {
         // One at a time: of two that make the same pin, the second would fail.
-        let _one = self.pinning.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut programs = self.pinned.lock().unwrap_or_else(PoisonError::into_inner);
         let id = |map: &MapData| map.info().map(|info| info.id()).ok();
         for (path, map) in &self.maps {
             if path.exists() {
@@ -89,12 +99,10 @@ impl Shared {
                     .map_err(|error| Error::new(format!("removing {}", path.display()), error))?;
             }
             tracing::warn!(path = %path.display(), "a map's pin was gone, and is made anew");
-            if let Some(directory) = path.parent() {
-                std::fs::create_dir_all(directory)
-                    .map_err(|error| Error::new(format!("making {}", directory.display()), error))?;
-            }
-            map.pin(path)
-                .map_err(|error| Error::new(format!("pinning {}", path.display()), error))?;
+            pin(path, |path| map.pin(path))?;
+        }
+        for (path, program) in programs.iter_mut().filter(|(path, _)| !path.exists()) {
+            pin(path, |path| program.pin(path))?;
         }
         Ok(())
     }
@@ -104,6 +112,15 @@ impl Shared {
         let used = ProgramInfo::from_pin(instance.join(EGRESS)).and_then(|info| info.map_ids());
         used.is_ok_and(|used| used.is_some_and(|used| self.ids.iter().all(|id| used.contains(id))))
     }
+}
+
+/// Pins something, and makes the directory if need be.
+fn pin(path: &Path, pin: impl FnOnce(&Path) -> Result<(), PinError>) -> Result<(), Error> {
+    if let Some(directory) = path.parent() {
+        std::fs::create_dir_all(directory)
+            .map_err(|error| Error::new(format!("making {}", directory.display()), error))?;
+    }
+    pin(path).map_err(|error| Error::new(format!("pinning {}", path.display()), error))
 }
 
 /// Loads the programs that decide, and pins them in place of those of an earlier agent.

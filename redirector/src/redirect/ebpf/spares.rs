@@ -2,7 +2,7 @@
 //!
 //! A spare has its slot, which nobody else gets, and goes with this agent if no pod has taken it.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use redirector_common::maps::MAX_SLOTS;
 
@@ -22,11 +22,19 @@ pub(super) struct Spare {
 
 /// Those that are ready.
 #[derive(Default)]
-pub(super) struct Spares(Mutex<Vec<Spare>>);
+pub(super) struct Spares {
+    ready: Mutex<Vec<Spare>>,
+    making: Mutex<()>,
+}
 
 impl Spares {
     fn with<T>(&self, f: impl FnOnce(&mut Vec<Spare>) -> T) -> T {
-        f(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
+        f(&mut self.ready.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// None is being made as long as the guard is held by somebody else.
+    fn making(&self) -> MutexGuard<'_, ()> {
+        self.making.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -46,6 +54,7 @@ impl Ebpf {
 
     /// Makes as many ready as are wanted; fewer where the slots are scarce.
     pub(super) fn fill_spares(&self) -> Result<(), Error> {
+        let _making = self.spares.making();
         if self.spares.with(|spares| spares.len()) < WANTED {
             self.shared.pin_again()?;
         }
@@ -57,6 +66,13 @@ impl Ebpf {
             self.spares.with(|spares| spares.push(spare));
         }
         Ok(())
+    }
+
+    /// Reads anew who has which slot, and gives up the spares: to another agent their slots were free.
+    pub(super) fn reread_slots(&self) -> Result<(), Error> {
+        let _none_is_made = self.spares.making();
+        self.spares.with(Vec::clear);
+        self.store().reread(&self.build)
     }
 
     /// A slot for a new instance. Waits where all that are free have just become so.

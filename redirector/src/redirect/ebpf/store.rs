@@ -1,7 +1,8 @@
 //! The maps of this build, and the pods' slots in them. What a pod has is keyed by its slot.
 
 use std::{
-    collections::{BTreeSet, HashMap, HashSet},
+    collections::{BTreeSet, HashMap, HashSet, hash_map},
+    io,
     net::IpAddr,
     os::fd::{AsFd, AsRawFd, BorrowedFd},
     time::Instant,
@@ -24,7 +25,7 @@ use super::{
     generations::Generations,
     open_map,
     others::Sockets,
-    pins::Build,
+    pins::{Build, Instance},
     slots::{FreeSlots, Unavailable},
     trie::Compiled,
 };
@@ -66,6 +67,8 @@ struct Held {
     /// The listeners that the slot has been given, by socket cookie. The same socket is never put into its place again: kernels
     /// differ in what that leaves of the link by which a socket leaves the map when it closes.
     listeners: HashMap<u32, u64>,
+    /// Listeners of this agent's, by socket cookie, that are in their places or not: another agent has had the pod meanwhile.
+    unsure: HashSet<u64>,
 }
 
 impl Held {
@@ -78,8 +81,27 @@ impl Held {
             dns_candidates: None,
             dns: HashMap::new(),
             listeners: HashMap::new(),
+            unsure: HashSet::new(),
         }
     }
+}
+
+/// Who has which slot. Of several pods that have the same one, as is left where two agents wrote at one time, none has it: each gets
+/// another, and this one is nobody's until the maps are opened again.
+fn claims(instances: Vec<Instance>) -> HashMap<u32, Option<PodUid>> {
+    let mut claims = HashMap::new();
+    for Instance { slot, uid, .. } in instances {
+        match claims.entry(slot) {
+            hash_map::Entry::Vacant(free) => {
+                free.insert(Some(uid));
+            }
+            hash_map::Entry::Occupied(mut taken) => {
+                tracing::warn!(slot, %uid, "several pods have the same slot: they are attached to anew");
+                taken.insert(None);
+            }
+        }
+    }
+    claims
 }
 
 /// What becomes of the new connections that the programs of an emptied slot may still see.
@@ -92,7 +114,7 @@ pub(super) enum Last {
 }
 
 impl Store {
-    /// Opens the maps; what they hold for slots that have no pod is removed.
+    /// Opens the maps, and reads them.
     pub(super) fn open(build: &Build) -> Result<Self, Error> {
         let maps = build.maps();
         let mut store = Self {
@@ -108,43 +130,62 @@ impl Store {
             free: FreeSlots::default(),
             traced: open_map(&maps, layout::TRACED, TracedMap::new)?,
         };
-        for instance in build.instances()? {
-            store.slots.insert(instance.slot, Held::by(instance.uid));
-        }
+        store.reread(build)?;
+        Ok(store)
+    }
+
+    /// Reads anew who has which slot and what it holds, and forgets what was known of that; what the maps hold for slots that have no
+    /// pod is removed. After a failure all is as before.
+    pub(super) fn reread(&mut self, build: &Build) -> Result<(), Error> {
         let failed = |error| Error::new("reading the pods' maps", error);
+        let mut given = HashMap::<&PodUid, HashSet<u64>>::new();
+        for held in self.slots.values() {
+            let listeners = held.listeners.values().chain(&held.unsure);
+            given.entry(&held.owner).or_default().extend(listeners);
+        }
+        let claims = claims(build.instances()?);
+        let mut slots: HashMap<u32, Held> = HashMap::new();
+        for (slot, owner) in &claims {
+            if let Some(owner) = owner {
+                let unsure = given.get(owner).cloned().unwrap_or_default();
+                let held = Held::by(owner.clone());
+                slots.insert(*slot, Held { unsure, ..held });
+            }
+        }
         let mut stale = (Vec::new(), Vec::new());
-        for key in store.addresses.keys().map_err(failed)? {
-            match store.slots.get_mut(&key.slot) {
+        for key in self.addresses.keys().map_err(failed)? {
+            match slots.get_mut(&key.slot) {
                 Some(held) => {
                     held.addresses.insert(key.address.into());
                 }
                 None => stale.0.push(key),
             }
         }
-        for (length, key) in store.rules.keys().map_err(failed)? {
-            match store.slots.get_mut(&key.slot) {
+        for (length, key) in self.rules.keys().map_err(failed)? {
+            match slots.get_mut(&key.slot) {
                 Some(held) => held.keys.note(length, key),
                 None => stale.1.push((length, key)),
             }
         }
-        let now = Instant::now();
+        let (mut free, now) = (FreeSlots::default(), Instant::now());
         for slot in (0..MAX_SLOTS as u32).rev() {
-            if store.slots.contains_key(&slot) {
+            if claims.contains_key(&slot) {
                 continue;
             }
-            // Nobody knows when an earlier agent freed it.
-            match store.facts.read(slot).map_err(failed)? {
-                Some(_) => store.free.add_freed(slot, now),
-                None => store.free.add_unused(slot),
+            // Nobody knows when another agent freed it.
+            match self.facts.read(slot).map_err(failed)? {
+                Some(_) => free.add_freed(slot, now),
+                None => free.add_unused(slot),
             }
         }
         for key in stale.0 {
-            store.addresses.remove(key).map_err(failed)?;
+            self.addresses.remove(key).map_err(failed)?;
         }
         for (length, key) in stale.1 {
-            store.rules.remove(length, key).map_err(failed)?;
+            self.rules.remove(length, key).map_err(failed)?;
         }
-        Ok(store)
+        (self.slots, self.free) = (slots, free);
+        Ok(())
     }
 
     /// Whether a pod may have an instance: one that has none is one more.
@@ -184,6 +225,7 @@ impl Store {
     /// Gives a slot that was taken to a pod. From here on it is the pod's, and is freed with what else is made for it.
     pub(super) fn give(&mut self, slot: u32, owner: &PodUid) -> Result<(), Error> {
         self.slots.insert(slot, Held::by(owner.clone()));
+        self.clear_listeners(slot);
         let cleared = self
             .counters
             .clear(slot)
@@ -191,11 +233,28 @@ impl Store {
         cleared.map_err(|error| Error::new("clearing what the slot's last pod had", error))
     }
 
-    /// Empties a slot. Goes on after a failure and reports every one.
-    pub(super) fn free(&mut self, slot: u32, last: Last) -> Vec<Error> {
-        let Some(held) = self.slots.remove(&slot) else {
+    /// Whether a slot is this pod's.
+    pub(super) fn is_of(&self, slot: u32, owner: &PodUid) -> bool {
+        self.slots.get(&slot).is_some_and(|held| held.owner == *owner)
+    }
+
+    /// Takes all listeners out of their places.
+    fn clear_listeners(&mut self, slot: u32) {
+        let own = [Listener::Outbound, Listener::Inbound, Listener::Hbone];
+        for listener in own.into_iter().chain(dns::PLACES) {
+            let _ = self.listeners.clear_index(&listener_index(slot, listener));
+        }
+    }
+
+    /// Empties a slot, if it is this pod's. Goes on after a failure and reports every one.
+    pub(super) fn free(&mut self, slot: u32, owner: &PodUid, last: Last) -> Vec<Error> {
+        let hash_map::Entry::Occupied(held) = self.slots.entry(slot) else {
             return Vec::new();
         };
+        if held.get().owner != *owner {
+            return Vec::new();
+        }
+        let held = held.remove();
         let mut errors = Vec::new();
         let mut note = |result: Result<(), MapError>| {
             errors.extend(
@@ -223,10 +282,7 @@ impl Store {
             note(Err(error));
         }
         // Listeners leave the map as they close; those of an agent that lives on are taken out.
-        let own = [Listener::Outbound, Listener::Inbound, Listener::Hbone];
-        for listener in own.into_iter().chain(dns::PLACES) {
-            let _ = self.listeners.clear_index(&listener_index(slot, listener));
-        }
+        self.clear_listeners(slot);
         // What could not be emptied is found when the maps are opened again, and is nobody's until then.
         if errors.is_empty() {
             self.free.add_freed(slot, Instant::now());
@@ -308,18 +364,6 @@ impl Store {
         Ok(())
     }
 
-    /// Takes listeners for those that are in their places since before this agent began.
-    pub(super) fn note_listeners(&mut self, slot: u32, listeners: &Sockets<'_>) -> Result<(), Error> {
-        let held = held(&mut self.slots, slot)?;
-        for (place, socket) in listeners.places() {
-            let cookie = listener_cookie(socket)?;
-            held.listeners
-                .entry(listener_index(slot, place))
-                .or_insert(cookie);
-        }
-        Ok(())
-    }
-
     /// Puts listeners into their places of the pod's in the sockmap, unless they are there. A place for which there is none stays as
     /// it is: a socket that is closed has left it.
     pub(super) fn set_listeners(&mut self, slot: u32, listeners: &Sockets<'_>) -> Result<(), Error> {
@@ -331,6 +375,15 @@ impl Store {
             if before == Some(&cookie) {
                 continue;
             }
+            let failed = |error| Error::new(format!("putting the {place:?} listener into its map"), error);
+            if before.is_none() && (listeners.inherited || held.unsure.contains(&cookie)) {
+                // What is in its place is itself, put there by another agent or before that one came.
+                match self.listeners.set(index, &socket.as_raw_fd(), BPF_NOEXIST) {
+                    Err(error) if !is_taken(&error) => return Err(failed(error)),
+                    _ => held.listeners.insert(index, cookie),
+                };
+                continue;
+            }
             // Another process's may be there since before this agent began.
             if listeners.of_others && before.is_none() {
                 let _ = self.listeners.clear_index(&index);
@@ -338,7 +391,7 @@ impl Store {
             held.listeners.remove(&index);
             self.listeners
                 .set(index, &socket.as_raw_fd(), 0)
-                .map_err(|error| Error::new(format!("putting the {place:?} listener into its map"), error))?;
+                .map_err(failed)?;
             held.listeners.insert(index, cookie);
         }
         Ok(())
@@ -402,6 +455,14 @@ impl Store {
     }
 }
 
+/// `include/uapi/linux/bpf.h`: only where nothing is.
+const BPF_NOEXIST: u64 = 1;
+
+/// Whether something is there.
+fn is_taken(error: &MapError) -> bool {
+    matches!(error, MapError::SyscallError(error) if error.io_error.kind() == io::ErrorKind::AlreadyExists)
+}
+
 fn listener_cookie(socket: BorrowedFd<'_>) -> Result<u64, Error> {
     socket::cookie(socket).map_err(|error| Error::new("reading a listener's cookie", error))
 }
@@ -436,5 +497,33 @@ pub(super) fn address_key(slot: u32, address: IpAddr) -> AddressKey {
     AddressKey {
         slot,
         address: Addr::from(address),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::redirect::ebpf::pins::Pins;
+
+    #[test]
+    fn a_slot_that_several_pods_have_is_nobodys() {
+        let root = tempfile::tempdir().unwrap();
+        let build = Pins::existing(root.path()).build(1).unwrap();
+        let instance = |slot, uid: &str| Instance {
+            build: build.clone(),
+            slot,
+            uid: uid.parse().unwrap(),
+        };
+        // A pod may have several, as while one replaces another.
+        let pinned = [
+            instance(1, "a"),
+            instance(2, "a"),
+            instance(3, "b"),
+            instance(3, "c"),
+            instance(3, "d"),
+        ];
+        let a: PodUid = "a".parse().unwrap();
+        let expected = HashMap::from([(1, Some(a.clone())), (2, Some(a)), (3, None)]);
+        assert_eq!(claims(pinned.into()), expected);
     }
 }

@@ -390,6 +390,11 @@ impl Redirector for Iptables {
         Some(&self.repairs)
     }
 
+    fn reread(&self) -> Result<(), Error> {
+        self.looked().clear();
+        Ok(())
+    }
+
     fn own_socket(&self, _: BorrowedFd<'_>) -> io::Result<()> {
         // They are known by their mark.
         Ok(())
