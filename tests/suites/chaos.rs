@@ -369,10 +369,7 @@ fn whatever_happens() {
     let credentials = Credentials::create(node.directory(), "plane");
     let ads = Ads::start(&node.host.ns, &credentials);
     let ca = IstioCa::start(&node.host.ns, &credentials, LIFETIME);
-    ads.edit(|edit| {
-        edit.pods([&client, &server, &visitor, &stranger]);
-        edit.policy(&deny_account(&stranger));
-    });
+    ads.edit(|edit| edit.pods([&client, &server, &visitor, &stranger]));
     let options = Options {
         arguments: ["--pool-unused-release-timeout", "100ms"]
             .map(str::to_owned)
@@ -385,6 +382,14 @@ fn whatever_happens() {
         agent.enrol(pod);
     }
     let _apps = Family::BOTH.map(|family| App::start(&server.ns, (family.any(), PORT).into(), answers));
+    // It is the policy that keeps it out, and nothing else.
+    wait::until("the stranger to be answered", || {
+        ask(&stranger, &server, Family::V4)
+    });
+    ads.edit(|edit| edit.policy(&deny_account(&stranger)));
+    wait::until("the policy", || {
+        ask(&stranger, &server, Family::V4).is_none().then_some(())
+    });
     let traffic = RwLock::new(());
     let mut field = Field {
         agent: &mut agent,
@@ -405,13 +410,13 @@ fn whatever_happens() {
     field.agent.settle();
     let before = Holdings::of(field.agent, &node);
 
-    let over = AtomicBool::new(false);
+    let (over, seen) = (AtomicBool::new(false), AtomicU64::new(0));
     let counts = ["answered", "failed"].map(|name| (name, AtomicU64::new(0)));
     let mut rounds = 0;
     thread::scope(|scope| {
         let _ends = Ends(&over);
         let (over, traffic, counts, client, server) = (&over, &traffic, &counts, &client, &server);
-        let (stranger, node) = (&stranger, &node);
+        let (stranger, node, seen) = (&stranger, &node, &seen);
         for family in Family::BOTH {
             scope.spawn(move || {
                 repeat(over, traffic, || {
@@ -432,7 +437,9 @@ fn whatever_happens() {
                 // A look at the wire after the other: a capture is in memory.
                 let capture = node.capture(server);
                 thread::sleep(Duration::from_secs(1));
-                let plain = contains(&capture.stop(), CANARY.as_bytes());
+                let segments = capture.stop();
+                seen.fetch_add(segments.len() as u64, Ordering::Relaxed);
+                let plain = contains(&segments, CANARY.as_bytes());
                 assert!(!plain, "a canary was on the wire");
             }
         });
@@ -457,8 +464,10 @@ fn whatever_happens() {
     });
     let [answered, failed] = counts.map(|(_, count)| count.into_inner());
     println!("{answered} answered, {failed} failed; each fault {rounds} times");
-    assert!(answered > 0);
+    let seen = seen.into_inner();
+    assert!(answered > 0 && seen > 0, "{seen} segments on the wire");
 
+    let mut identities = 0;
     for entry in field.agent.access_log() {
         let (Some(from), Some(identity)) = (entry.get("src.addr"), entry.get("src.identity")) else {
             continue;
@@ -472,7 +481,9 @@ fn whatever_happens() {
         };
         let pod = pods.iter().find(of).unwrap_or_else(|| panic!("{entry:?}"));
         assert_eq!(*identity, pod.identity(), "{entry:?}");
+        identities += 1;
     }
+    assert!(identities > 0, "the access log tells of identities");
     let log = field.agent.log();
     assert_eq!(log.matches("panicked").count(), 0);
     field.agent.settle();
