@@ -40,8 +40,8 @@ enum Found {
     Gone,
 }
 
-/// Sends the recorded pods, and returns when each was captured or failed, with those that could not be tried. A failed one is tried again by the lifecycle; one
-/// whose namespace is gone is released by it, since it is not named.
+/// Sends the recorded pods, and returns when each was captured or failed, with those that could not be tried. A failed one is tried
+/// again by the lifecycle; one whose namespace is gone is released by it, since it is not named.
 ///
 /// # Errors
 /// When the records cannot be had. Then no end of the snapshot is sent: all pods would be taken for gone, and released.

@@ -264,9 +264,7 @@ impl Taking {
         }
         Ok(())
     }
-}
 
-impl Taking {
     /// Waits until the other agent has closed its listeners: where a pod goes and comes again, the ports are free then.
     pub(in crate::app) async fn closed(&mut self) {
         if let Some(talk) = self.talk.take()
