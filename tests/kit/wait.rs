@@ -63,3 +63,13 @@ pub fn until_interrupted() {
         thread::sleep(PAUSE);
     }
 }
+
+/// Says at its end, also by a panic, that it is over: for threads that go on until then.
+#[derive(Debug)]
+pub struct Ends<'a>(pub &'a AtomicBool);
+
+impl Drop for Ends<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}

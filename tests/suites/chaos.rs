@@ -33,7 +33,7 @@ use redirector_tests::{
     mesh::PORT,
     node::{Family, Node, Pod},
     suite::{Needs, case, main as suite},
-    wait,
+    wait::{self, Ends},
     workloads::Workloads,
 };
 
@@ -332,25 +332,15 @@ fn ask(from: &Pod, to: &Pod, family: Family) -> Option<()> {
     Some(())
 }
 
-/// Ends all threads when one has failed.
-struct Ends<'a>(&'a AtomicBool);
-
-impl Drop for Ends<'_> {
-    fn drop(&mut self) {
-        self.0.store(true, Ordering::Relaxed);
-    }
-}
-
 /// Runs `act` until the end, while nobody wants silence.
 fn repeat(over: &AtomicBool, traffic: &RwLock<()>, mut act: impl FnMut()) {
-    let ends = Ends(over);
+    let _ends = Ends(over);
     while !over.load(Ordering::Relaxed) {
         let talk = traffic.read().unwrap();
         act();
         drop(talk);
         thread::sleep(PAUSE);
     }
-    drop(ends);
 }
 
 fn whatever_happens() {

@@ -21,7 +21,7 @@ use redirector_tests::{
     holdings::Process,
     node::{Family, Host, Node, Pod},
     suite::{Needs, case, main as suite},
-    wait,
+    wait::{self, Ends},
     workloads::Workloads,
 };
 
@@ -127,15 +127,7 @@ fn serve(host: &Host) -> Vec<App> {
 
 /// Runs `act` until the end, and counts; a panic ends the others too.
 fn repeat(stop: &AtomicBool, count: &AtomicU64, mut act: impl FnMut(u64)) {
-    struct StopsAll<'a>(&'a AtomicBool);
-    impl Drop for StopsAll<'_> {
-        fn drop(&mut self) {
-            if thread::panicking() {
-                self.0.store(true, Ordering::Relaxed);
-            }
-        }
-    }
-    let _stops = StopsAll(stop);
+    let _stops = Ends(stop);
     let mut round = 0;
     while !stop.load(Ordering::Relaxed) && !wait::interrupted() {
         act(round);

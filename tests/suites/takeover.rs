@@ -3,7 +3,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs,
-    net::SocketAddr,
+    net::{SocketAddr, TcpStream},
     os::fd::AsFd as _,
     path::PathBuf,
     process::ExitCode,
@@ -27,7 +27,7 @@ use redirector_tests::{
     node::{Family, Pod},
     process,
     suite::{Case, Needs, case, main as suite},
-    wait,
+    wait::{self, Ends},
     workloads::Workloads,
 };
 use serde_json::{Value, json};
@@ -153,12 +153,6 @@ fn answer(from: &Pod) -> String {
 
 /// Runs `work` while clients open connections from `from` to `to`, and returns how many there were. None may fail.
 fn under_load<T>(from: &Pod, to: &Pod, work: impl FnOnce() -> T) -> (T, usize) {
-    struct Over<'a>(&'a AtomicBool);
-    impl Drop for Over<'_> {
-        fn drop(&mut self) {
-            self.0.store(true, Ordering::Relaxed);
-        }
-    }
     let (over, opened) = (AtomicBool::new(false), AtomicUsize::new(0));
     let failures = Mutex::new(Vec::new());
     let expected = answer(from);
@@ -175,7 +169,7 @@ fn under_load<T>(from: &Pod, to: &Pod, work: impl FnOnce() -> T) -> (T, usize) {
                 }
             });
         }
-        let _over = Over(&over);
+        let _over = Ends(&over);
         work()
     });
     let failures = failures.into_inner().unwrap();
@@ -238,16 +232,22 @@ fn nothing_is_lost(mut mesh: Mesh, ports: &[u16], times: usize) {
     assert!(!socket.exists() && !agent.state_dir().join("takeover.sock").exists());
 }
 
-/// A connection from before is carried by the old agent until it ends, and that agent ends then.
-fn what_is_open_goes_on() {
-    let mut mesh = Mesh::hbone(Options {
+/// A connection that is open, between pods whose agent gives it the time that it takes; and the server's applications.
+fn with_a_long_connection() -> (Mesh, [App; 2], TcpStream) {
+    let mesh = Mesh::hbone(Options {
         arguments: vec!["--connection-termination-deadline=60s".to_owned()],
         ..Options::default()
     });
-    let _echo = App::start(&mesh.server.ns, (Family::V4.any(), PORT + 1).into(), app::echo);
-    let _app = App::start(&mesh.server.ns, (Family::V4.any(), PORT).into(), app::who);
+    let echo = App::start(&mesh.server.ns, (Family::V4.any(), PORT + 1).into(), app::echo);
+    let who = App::start(&mesh.server.ns, (Family::V4.any(), PORT).into(), app::who);
     let long = app::connect(&mesh.client.ns, mesh.server.addr(Family::V4, PORT + 1)).unwrap();
     says(&long, "before");
+    (mesh, [echo, who], long)
+}
+
+/// A connection from before is carried by the old agent until it ends, and that agent ends then.
+fn what_is_open_goes_on() {
+    let (mut mesh, _apps, long) = with_a_long_connection();
     let mut old = mesh.agent.taken_over(&mesh.node);
     for _ in 0..20 {
         says(&long, "after");
@@ -259,7 +259,7 @@ fn what_is_open_goes_on() {
     works(&mesh);
 }
 
-fn says(mut stream: &std::net::TcpStream, text: &str) {
+fn says(mut stream: &TcpStream, text: &str) {
     use std::io::{Read as _, Write as _};
     stream.write_all(text.as_bytes()).unwrap();
     let mut answer = vec![0; text.len()];
@@ -783,14 +783,7 @@ fn a_pod_whose_record_is_damaged_stays_served() {
 
 /// Nor does it keep the directories: the one that has taken over can be followed at once when it dies.
 fn an_agent_that_drains_holds_nobody_up() {
-    let mut mesh = Mesh::hbone(Options {
-        arguments: vec!["--connection-termination-deadline=60s".to_owned()],
-        ..Options::default()
-    });
-    let _echo = App::start(&mesh.server.ns, (Family::V4.any(), PORT + 1).into(), app::echo);
-    let _app = App::start(&mesh.server.ns, (Family::V4.any(), PORT).into(), app::who);
-    let long = app::connect(&mesh.client.ns, mesh.server.addr(Family::V4, PORT + 1)).unwrap();
-    says(&long, "before");
+    let (mut mesh, _apps, long) = with_a_long_connection();
     let mut old = mesh.agent.taken_over(&mesh.node);
     // When events are taken, the old one has let go of all.
     works(&mesh);
