@@ -18,7 +18,7 @@ use http::{
 };
 use http_body_util::{BodyExt as _, Full, StreamBody};
 use hyper::body::Frame;
-use prometheus_client::registry::Registry;
+use prometheus_client::{encoding::text::encode, registry::Registry};
 
 use crate::{
     serve::{Answer, text},
@@ -64,7 +64,7 @@ impl Packed {
             out: GzEncoder::new(Vec::new(), Compression::fast()),
         };
         // Neither writing to a Vec nor packing fails.
-        let _ = metrics::write(registry, &mut packer);
+        let _ = encode(&mut packer, registry);
         packer.pack();
         let mut bytes = packer.out.finish().unwrap_or_default();
         bytes.shrink_to_fit();
@@ -147,7 +147,7 @@ mod tests {
             lines.get_or_create(&vec![("label", "x".repeat(length))]).inc();
         }
         let mut expected = String::new();
-        metrics::write(&registry, &mut expected).unwrap();
+        encode(&mut expected, &registry).unwrap();
 
         let plain = answer(&registry, &asking_for("identity"));
         assert_eq!(

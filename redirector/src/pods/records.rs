@@ -312,23 +312,18 @@ impl Records {
     /// # Errors
     /// When the directory cannot be listed: nobody knows then which pods there are.
     pub fn load(&self) -> Result<Vec<Remembered>, Error> {
-        let remembered = self.uids()?.into_iter().map(|uid| match self.read(&uid) {
-            Ok(record) => Remembered::Pod(Box::new(record)),
-            Err(error) => {
-                tracing::error!(
-                    %uid, path = %self.path(&uid).display(), error = %Chain(&error),
-                    "the record of a pod cannot be used: what is captured stays so, and its connections are refused until the pod is \
-                     added again or deleted"
-                );
-                if let Unusable::NotJson(_) = error
-                    && let Err(error) = fs::rename(self.path(&uid), self.aside(&uid))
-                {
-                    tracing::warn!(%uid, %error, "cannot put the record aside");
-                }
-                Remembered::Name(uid)
+        self.all(|uid, error| {
+            tracing::error!(
+                %uid, path = %self.path(uid).display(), error = %Chain(error),
+                "the record of a pod cannot be used: what is captured stays so, and its connections are refused until the pod is \
+                 added again or deleted"
+            );
+            if let Unusable::NotJson(_) = error
+                && let Err(error) = fs::rename(self.path(uid), self.aside(uid))
+            {
+                tracing::warn!(%uid, %error, "cannot put the record aside");
             }
-        });
-        Ok(remembered.collect())
+        })
     }
 
     /// All that is remembered, as [`Self::load`] has it, for one who only looks: nothing is told, and nothing put aside.
@@ -336,9 +331,16 @@ impl Records {
     /// # Errors
     /// When the directory cannot be listed.
     pub fn look(&self) -> Result<Vec<Remembered>, Error> {
+        self.all(|_, _| {})
+    }
+
+    fn all(&self, unusable: impl Fn(&PodUid, &Unusable)) -> Result<Vec<Remembered>, Error> {
         let remembered = self.uids()?.into_iter().map(|uid| match self.read(&uid) {
             Ok(record) => Remembered::Pod(Box::new(record)),
-            Err(_) => Remembered::Name(uid),
+            Err(error) => {
+                unusable(&uid, &error);
+                Remembered::Name(uid)
+            }
         });
         Ok(remembered.collect())
     }

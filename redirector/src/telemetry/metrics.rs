@@ -6,7 +6,7 @@ use std::{fmt, fs, time::Duration};
 
 use prometheus_client::{
     collector::Collector,
-    encoding::{DescriptorEncoder, EncodeMetric, text::encode},
+    encoding::{DescriptorEncoder, EncodeMetric},
     metrics::{
         MetricType,
         counter::ConstCounter,
@@ -36,14 +36,6 @@ pub fn registry() -> Registry {
     registry.register("istio_build", "Version of this component", build);
     registry.register_collector(Box::new(Process));
     registry
-}
-
-/// Writes the metrics as text.
-///
-/// # Errors
-/// Those of `to`.
-pub fn write(registry: &Registry, to: &mut impl fmt::Write) -> fmt::Result {
-    encode(to, registry)
 }
 
 #[derive(Debug)]
@@ -162,7 +154,7 @@ mod tests {
     #[tokio::test]
     async fn the_process_is_described() {
         let mut text = String::new();
-        write(&registry(), &mut text).unwrap();
+        prometheus_client::encoding::text::encode(&mut text, &registry()).unwrap();
         let value = |name: &str| {
             let line = text.lines().find_map(|line| line.strip_prefix(name));
             let value = line.unwrap_or_else(|| panic!("{name} in {text}"));
