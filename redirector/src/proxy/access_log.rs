@@ -242,7 +242,7 @@ fn write(flow: &Flow, told: &Told<'_>) {
                 src.identity = identity(source),
                 src.cluster = cluster(source),
                 dst.addr = facts.dst.map(field::display),
-                dst.hbone_addr = facts.hbone_dst.as_deref().map(field::display),
+                dst.hbone_addr = facts.hbone_dst.as_ref().map(field::display),
                 dst.service = service.map(|service| &*service.host.hostname),
                 dst.workload = destination.workload.as_deref(),
                 dst.namespace = destination.namespace.as_deref(),
@@ -273,7 +273,7 @@ fn write(flow: &Flow, told: &Told<'_>) {
         }
         return;
     };
-    let security = open.security_of(facts);
+    let security = facts.security_of(open.security);
     match told {
         Told::Opened => line!(DEBUG, "connection opened", security, redirect,),
         Told::Ended { flag, error } => {

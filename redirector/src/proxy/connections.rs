@@ -351,8 +351,8 @@ impl Admitted {
         .await
     }
 
-    /// Runs `connection` to its end, or drops it when it must end: what it holds, its legs and its record, must say so then.
-    pub(super) async fn run(self, connection: impl Future<Output = ()>) {
+    /// Runs `connection` to its end, or until it must end. It is to be dropped then: what it holds, its legs and its record, must say so.
+    pub(super) async fn run(&self, connection: impl Future<Output = ()>) {
         tokio::select! {
             biased;
             _ = self.revoked() => {}

@@ -5,6 +5,7 @@
 
 use std::{
     collections::{BTreeMap, VecDeque},
+    fmt,
     net::SocketAddr,
     sync::{
         Arc, Mutex, MutexGuard, OnceLock, PoisonError,
@@ -26,6 +27,7 @@ use super::{
 use crate::mesh::{
     pod::{PodInfo, PodUid},
     policy::PolicyName,
+    route::Target,
     service::Service,
 };
 
@@ -35,6 +37,9 @@ pub use self::view::{ConnectionsView, FlowsView, OfPod};
 
 /// Ended connections that are kept: some seconds of a busy node, at some 500 bytes each, with what they hold of the mesh.
 const KEPT: usize = 4_096;
+
+/// Of these, how many are copied while those that end have to wait: some ten microseconds.
+const AT_A_TIME: usize = 128;
 
 /// Requests that wait for connections to end, at one time.
 const WAITERS: usize = 8;
@@ -58,14 +63,14 @@ pub(crate) struct Flow {
 }
 
 /// What is known of a connection when it is opened.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 pub(crate) struct Facts {
     /// Where a client wanted to go; the same as `dst` unless a service or a tunnel is between.
     pub(crate) original_dst: Option<SocketAddr>,
     /// Of the TCP connection between the pods; for HBONE the tunnel's.
     pub(crate) dst: Option<SocketAddr>,
     /// What was asked of the tunnel's far end.
-    pub(crate) hbone_dst: Option<String>,
+    pub(crate) hbone_dst: Option<Authority>,
     pub(crate) source: Party,
     pub(crate) destination: Party,
     pub(crate) service: Option<Arc<Service>>,
@@ -75,6 +80,53 @@ pub(crate) struct Facts {
     pub(crate) nested: bool,
     /// How it came to the proxy.
     pub(crate) redirect: Option<Redirect>,
+}
+
+impl Facts {
+    /// How it is protected, as it is told.
+    pub(super) fn security_of(&self, security: Security) -> &'static str {
+        match security {
+            Security::MutualTls => security.as_str(),
+            Security::Unknown if self.same_node => "same_node",
+            Security::Unknown => "plaintext",
+        }
+    }
+}
+
+/// The `:authority` of a CONNECT request. An address, as nearly all are, has no memory of its own: thousands of ended connections are
+/// kept, and each piece that was allocated while they lived would keep a page of its surroundings.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Authority {
+    Address(SocketAddr),
+    Other(Arc<str>),
+}
+
+impl From<&str> for Authority {
+    fn from(text: &str) -> Self {
+        match text.parse::<SocketAddr>() {
+            // Told as it was asked, and some addresses have several spellings.
+            Ok(address) if address.to_string() == text => Self::Address(address),
+            _ => Self::Other(text.into()),
+        }
+    }
+}
+
+impl From<&Target> for Authority {
+    fn from(target: &Target) -> Self {
+        match target {
+            Target::Address(address) => Self::Address(*address),
+            Target::Service(..) => Self::Other(target.to_string().into()),
+        }
+    }
+}
+
+impl fmt::Display for Authority {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Address(address) => address.fmt(f),
+            Self::Other(text) => f.write_str(text),
+        }
+    }
 }
 
 /// To which listener the pod's redirection gave a connection, and whose it was; by the names of the verdicts.
@@ -111,17 +163,6 @@ pub(super) struct Open {
     pub(super) series: Arc<Series>,
 }
 
-impl Open {
-    /// How it is protected, as it is told.
-    pub(super) fn security_of(&self, facts: &Facts) -> &'static str {
-        match self.security {
-            Security::MutualTls => self.security.as_str(),
-            Security::Unknown if facts.same_node => "same_node",
-            Security::Unknown => "plaintext",
-        }
-    }
-}
-
 impl Flow {
     /// Who is at the server's end.
     pub(super) fn destination(&self) -> &Party {
@@ -131,13 +172,49 @@ impl Flow {
     pub(super) fn elapsed(&self) -> Duration {
         self.began.elapsed()
     }
+
+    /// What there is to tell of it now.
+    fn told(&self, flag: Flag, error: Option<Arc<str>>) -> Told {
+        let open = self.open.as_ref();
+        let destination = self.destination().clone();
+        Told {
+            id: self.id,
+            pod: self.pod.clone(),
+            direction: self.direction,
+            started: self.started,
+            duration: self.elapsed(),
+            src: self.src,
+            facts: Facts {
+                destination,
+                ..self.facts.clone()
+            },
+            security: open.map(|open| open.security),
+            bytes_sent: open.map_or(0, |open| open.sent.bytes()),
+            bytes_received: open.map_or(0, |open| open.received.bytes()),
+            policy: self.policy.get().cloned(),
+            flag,
+            error,
+        }
+    }
 }
 
-/// A connection that has ended.
+/// What there is to tell of a connection. Of those that have ended it is all that is kept, side by side: what was allocated for each while
+/// it lived lies among what else was then, and would keep all of that from being given back to the system.
 #[derive(Debug, Clone)]
-struct Ended {
-    flow: Arc<Flow>,
+struct Told {
+    id: u64,
+    pod: Arc<PodInfo>,
+    direction: Direction,
+    started: SystemTime,
     duration: Duration,
+    src: SocketAddr,
+    /// With the destination that was reached.
+    facts: Facts,
+    /// Once it was known where it goes.
+    security: Option<Security>,
+    bytes_sent: u64,
+    bytes_received: u64,
+    policy: Option<PolicyName>,
     flag: Flag,
     error: Option<Arc<str>>,
 }
@@ -165,7 +242,7 @@ impl Default for Waiters {
 #[derive(Debug, Default)]
 struct Table {
     live: BTreeMap<u64, Arc<Flow>>,
-    ended: VecDeque<Ended>,
+    ended: VecDeque<Told>,
     /// How many have ended: the number of the next that does.
     next: u64,
 }
@@ -201,12 +278,7 @@ impl Flows {
 
     /// It has ended, open or not.
     pub(super) fn end(&self, flow: &Arc<Flow>, flag: Flag, error: Option<Arc<str>>) {
-        let ended = Ended {
-            flow: flow.clone(),
-            duration: flow.elapsed(),
-            flag,
-            error,
-        };
+        let ended = flow.told(flag, error);
         let forgotten = {
             let mut table = self.lock();
             table.live.remove(&flow.id);
@@ -244,7 +316,7 @@ impl Flows {
 
     /// Those that have ended since `after`, the oldest first, up to `limit`; without it the last.
     pub fn ended(&self, after: Option<u64>, limit: usize) -> FlowsView {
-        let (ended, next, lost) = {
+        let (mut next, lost) = {
             let table = self.lock();
             let (first, next) = (table.first(), table.next);
             let from = match after {
@@ -253,13 +325,26 @@ impl Flows {
                 Some(_) => first,
                 None => first.max(next.saturating_sub(limit as u64)),
             };
-            let lost = after.map_or(0, |after| first.saturating_sub(after));
-            // No more than are kept.
-            let skipped = usize::try_from(from - first).unwrap_or(usize::MAX);
-            let ended: Vec<_> = table.ended.iter().skip(skipped).take(limit).cloned().collect();
-            let next = from + ended.len() as u64;
-            (ended, next, lost)
+            (from, after.map_or(0, |after| first.saturating_sub(after)))
         };
+        let mut ended = Vec::new();
+        while ended.len() < limit {
+            let table = self.lock();
+            // Forgotten since: the next request is told of it.
+            let Some(skipped) = next.checked_sub(table.first()) else {
+                break;
+            };
+            // No more than are kept.
+            let skipped = usize::try_from(skipped).unwrap_or(usize::MAX);
+            let some = (limit - ended.len()).min(AT_A_TIME);
+            let before = ended.len();
+            ended.extend(table.ended.iter().skip(skipped).take(some).cloned());
+            let found = ended.len() - before;
+            next += found as u64;
+            if found < some {
+                break;
+            }
+        }
         FlowsView::of(&ended, next, lost)
     }
 

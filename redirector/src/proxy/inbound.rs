@@ -5,6 +5,7 @@ use std::{
     io,
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
     os::fd::AsFd,
+    pin::pin,
     sync::Arc,
     time::Duration,
 };
@@ -160,7 +161,7 @@ pub(super) async fn connection(pod: Arc<Pod>, stream: TcpStream, peer: SocketAdd
         config.handshake_deadline,
         &pod.drain,
         |connect| {
-            pod.spawn(request(pod.clone(), tunnel.clone(), connect));
+            pod.spawn(request(pod.clone(), tunnel.clone(), Box::new(connect)));
         },
     );
     let revoked = async {
@@ -214,9 +215,8 @@ async fn accept(
 }
 
 /// Serves one CONNECT request to the end of its connection.
-async fn request(pod: Arc<Pod>, tunnel: Arc<Tunnel>, mut connect: Connect) {
-    let authority = connect.authority().to_owned();
-    let mut record = record_of(&pod, &tunnel, authority, connect.headers());
+async fn request(pod: Arc<Pod>, tunnel: Arc<Tunnel>, connect: Box<Connect>) {
+    let mut record = record_of(&pod, &tunnel, connect.authority(), connect.headers());
     record.facts().redirect = Some(Redirect::Hbone);
     record.open(Security::MutualTls);
 
@@ -227,43 +227,55 @@ async fn request(pod: Arc<Pod>, tunnel: Arc<Tunnel>, mut connect: Connect) {
             return record.refuse(Reason::streams, &error);
         }
     };
-    let authority = record.known().hbone_dst.as_deref().unwrap_or_default();
-    let found = Box::pin(application(&pod, &tunnel, authority, connect.abandoned())).await;
-    let (mut application, upstream, admitted) = match found {
-        Ok(found) => found,
-        Err(error) => {
-            connect.refuse(error.status());
-            return record.fail(&error);
-        }
+    // Boxed, since it takes many times what lives as long as the connection.
+    let (application, mut stream, admitted) = match Box::pin(answer(&pod, &tunnel, connect)).await {
+        Ok(answered) => answered,
+        Err(error) => return record.fail(&error),
     };
+    record.admitted(&admitted);
+    let stream = (&mut stream.source, &mut stream.sink);
+    let relayed = relay::tunnelled(application, stream, record, pod.shared.config.tail_deadline);
+    // By reference: what is handed to an async fn by value is held twice.
+    admitted.run(pin!(relayed)).await;
+}
+
+/// Answers a request: the connection to the application stands, or the peer has been told that there is none.
+async fn answer(
+    pod: &Pod,
+    tunnel: &Tunnel,
+    mut connect: Box<Connect>,
+) -> Result<(Leg, server::Stream, Admitted), Error> {
+    let authority = connect.authority().to_owned();
+    let (mut application, upstream, admitted) =
+        match application(pod, tunnel, &authority, connect.abandoned()).await {
+            Ok(found) => found,
+            Err(error) => {
+                connect.refuse(error.status());
+                return Err(error);
+            }
+        };
     let mut headers = HeaderMap::new();
     if pod.shared.config.response_baggage
         && let Some(own) = pod.baggage.header(&upstream.workload)
     {
         headers.insert(BAGGAGE, own);
     }
-    let mut stream = match connect.accept(headers) {
-        Ok(stream) => stream,
-        Err(error) => return record.fail(&Error::Http2(error)),
-    };
-    if let Err(error) = introduce(&mut application, &tunnel, &upstream).await {
+    let mut stream = connect.accept(headers).map_err(Error::Http2)?;
+    if let Err(error) = introduce(&mut application, tunnel, &upstream).await {
         stream.sink.reset().await;
-        return record.fail(&error);
+        return Err(error);
     }
-    record.admitted(&admitted);
-    let stream = (&mut stream.source, &mut stream.sink);
-    let relayed = relay::tunnelled(application, stream, record, pod.shared.config.tail_deadline);
-    admitted.run(relayed).await;
+    Ok((application, stream, admitted))
 }
 
 /// The record of a request for `authority`, not opened yet.
-pub(super) fn record_of(pod: &Pod, tunnel: &Tunnel, authority: String, headers: &HeaderMap) -> Box<Record> {
+pub(super) fn record_of(pod: &Pod, tunnel: &Tunnel, authority: &str, headers: &HeaderMap) -> Box<Record> {
     let mut record = Record::new(&pod.recorder, Direction::Inbound, tunnel.peer);
     record.in_tunnel(tunnel.fate.clone());
     let facts = record.facts();
     facts.dst = Some(tunnel.local);
-    facts.service = called(&pod.mesh(), pod.local(), &authority, headers);
-    facts.hbone_dst = Some(authority);
+    facts.service = called(&pod.mesh(), pod.local(), authority, headers);
+    facts.hbone_dst = Some(authority.into());
     facts.source = source(&pod.mesh(), &pod.shared.config, tunnel, headers);
     facts.source.identity = Some(tunnel.identity.clone());
     facts.destination = pod.own_party();

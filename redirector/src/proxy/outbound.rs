@@ -10,7 +10,7 @@ use std::{
     time::Duration,
 };
 
-use http::{HeaderMap, HeaderValue, Method, Request, Uri, Version, uri::Authority};
+use http::{HeaderValue, Method, Request, Uri, Version, uri::Authority};
 use redirector_common::consts::PROXY_PORTS;
 use rustls::ClientConfig;
 use rustls_pki_types::ServerName;
@@ -232,7 +232,7 @@ async fn plain(pod: &Pod, route: PlainRoute, record: &mut Record) -> Result<Way,
 async fn hbone(pod: &Pod, peer: SocketAddr, route: HboneRoute, record: &mut Record) -> Result<Way, Error> {
     let facts = record.facts();
     facts.dst = Some(route.tunnel);
-    facts.hbone_dst = Some(route.authority.to_string());
+    facts.hbone_dst = Some((&route.authority).into());
     facts.source.identity = Some(pod.identity.id().clone());
     facts.destination = (&route.workload).into();
     facts.service = route.service.clone();
@@ -256,7 +256,7 @@ async fn hbone(pod: &Pod, peer: SocketAddr, route: HboneRoute, record: &mut Reco
     let mut stream = pod.pool.open(&key, &request, || dial_tunnel(pod, &route)).await?;
     record.in_tunnel(stream.fate());
     // Not to be held as long as the connection; here they tell nothing that is not known.
-    stream.headers = HeaderMap::new();
+    stream.headers = None;
     let Some(expected) = &route.inner else {
         record.reached(Party {
             identity: stream.peer().cloned(),
@@ -266,7 +266,7 @@ async fn hbone(pod: &Pod, peer: SocketAddr, route: HboneRoute, record: &mut Reco
     };
     let (mut stream, driver) = Box::pin(within(pod, stream, request, &route, expected)).await?;
     // Nobody here knows more of the far end than it says itself.
-    let told = Told::by(&std::mem::take(&mut stream.headers));
+    let told = Told::by(&stream.headers.take().unwrap_or_default());
     record.reached(Party {
         workload: told.workload.map(Into::into),
         namespace: told.namespace.map(Into::into),

@@ -1,7 +1,7 @@
 //! 15006: plain connections from outside, handed to the application with their client's address, if the pod's policies
 //! permit them.
 
-use std::{io, net::SocketAddr, os::fd::AsFd, sync::Arc};
+use std::{io, net::SocketAddr, os::fd::AsFd, pin::pin, sync::Arc};
 
 use tokio::net::TcpStream;
 
@@ -71,7 +71,10 @@ pub(super) async fn connection(pod: Arc<Pod>, client: TcpStream, peer: SocketAdd
         Err(error) => return record.fail(&error),
     };
     let relayed = relay::plain(application, client, record, pod.shared.config.tail_deadline);
-    pod.plaintext.unless_refused(on_wire, admitted.run(relayed)).await;
+    // By reference: what is handed to an async fn by value is held twice.
+    let relayed = pin!(relayed);
+    let relayed = pin!(admitted.run(relayed));
+    pod.plaintext.unless_refused(on_wire, relayed).await;
 }
 
 /// The connection to the application, if it may be.

@@ -300,7 +300,7 @@ async fn joined(
     let authority = destination.to_string();
     outbound.in_tunnel(tunnel.fate.clone());
     outbound.facts().destination.identity = Some(server.identity.id().clone());
-    let mut inbound = inbound::record_of(server, &tunnel, authority.clone(), &HeaderMap::new());
+    let mut inbound = inbound::record_of(server, &tunnel, &authority, &HeaderMap::new());
     for record in [&mut outbound, &mut inbound] {
         record.facts().same_node = true;
         record.open(Security::Unknown);

@@ -49,7 +49,7 @@ fn opened(recorder: &Arc<Recorder>) -> Box<Record> {
     let mut record = Record::new(recorder, Direction::Outbound, "10.4.1.9:41822".parse().unwrap());
     let facts = record.facts();
     facts.dst = Some("10.4.2.7:15008".parse().unwrap());
-    facts.hbone_dst = Some("10.4.2.7:8080".to_owned());
+    facts.hbone_dst = Some("10.4.2.7:8080".into());
     let mut web = workload("web", "10.4.1.9");
     web.cluster_id = "east".into();
     facts.source = (&Arc::new(web)).into();

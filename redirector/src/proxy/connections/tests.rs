@@ -234,6 +234,7 @@ async fn connections_that_end_leave_the_table() {
     assert!(followed.admit(plain(81)).is_err());
     assert_eq!(followed.connections.lock().open.len(), 1);
     held.run(async {}).await;
+    drop(held);
     assert!(followed.connections.lock().open.is_empty());
 }
 
@@ -261,10 +262,13 @@ async fn what_runs_is_dropped_when_it_is_revoked() {
     let dropped = CancellationToken::new();
     let guard = dropped.clone().drop_guard();
     let admitted = followed.admit(plain(80)).unwrap();
-    let task = tokio::spawn(admitted.run(async move {
-        let _guard = guard;
-        std::future::pending().await
-    }));
+    let task = tokio::spawn(async move {
+        let running = async move {
+            let _guard = guard;
+            std::future::pending().await
+        };
+        admitted.run(running).await;
+    });
     // It waits by now, or has still to begin: both must do.
     tokio::task::yield_now().await;
     followed
@@ -284,7 +288,10 @@ async fn one_change_closes_thousands() {
         followed.admit(flow).unwrap()
     };
     let tasks: Vec<_> = (0..OPEN)
-        .map(|n| tokio::spawn(admit(n).run(std::future::pending())))
+        .map(|n| {
+            let admitted = admit(n);
+            tokio::spawn(async move { admitted.run(std::future::pending()).await })
+        })
         .collect();
     followed
         .mesh

@@ -18,7 +18,7 @@ fn src() -> SocketAddr {
 fn opened(recorder: &Arc<Recorder>, direction: Direction) -> Box<Record> {
     let mut record = Record::new(recorder, direction, src());
     record.facts().dst = Some("10.0.0.1:15008".parse().unwrap());
-    record.facts().hbone_dst = Some("10.0.0.1:8080".to_owned());
+    record.facts().hbone_dst = Some("10.0.0.1:8080".into());
     record.open(Security::MutualTls);
     record
 }
@@ -94,13 +94,13 @@ fn the_open_connections_of_each_pod_are_told_as_ztunnel_does() {
     let facts = outbound.facts();
     facts.original_dst = Some("10.9.0.1:80".parse().unwrap());
     facts.dst = Some("10.0.0.1:15008".parse().unwrap());
-    facts.hbone_dst = Some("10.0.0.1:8080".to_owned());
+    facts.hbone_dst = Some("10.0.0.1:8080".into());
     facts.nested = true;
     outbound.open(Security::MutualTls);
     let mut called = Record::new(&cart, Direction::Inbound, src());
     let facts = called.facts();
     facts.dst = Some("10.0.0.1:15008".parse().unwrap());
-    facts.hbone_dst = Some("10.0.0.1:8080".to_owned());
+    facts.hbone_dst = Some("10.0.0.1:8080".into());
     facts.service = Some(Arc::new(service("cart", "10.9.0.1")));
     called.open(Security::MutualTls);
     let mut plain = Record::new(&cart, Direction::Inbound, src());

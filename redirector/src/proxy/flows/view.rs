@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use super::{
     super::record::{Direction, Party, Security},
-    Ended, Flag, Flow,
+    Facts, Flag, Flow, Told,
 };
 use crate::telemetry::logs;
 
@@ -38,7 +38,7 @@ impl ConnectionsView {
 }
 
 impl FlowsView {
-    pub(super) fn of(ended: &[Ended], next: u64, lost: u64) -> Self {
+    pub(super) fn of(ended: &[Told], next: u64, lost: u64) -> Self {
         Self {
             next,
             lost,
@@ -74,7 +74,11 @@ impl OfPod {
             Direction::Inbound => {
                 let called = facts.service.as_ref();
                 let called = called.map(|service| service.host.hostname.to_string());
-                (&mut self.inbound, called, facts.hbone_dst.clone().or(dst))
+                (
+                    &mut self.inbound,
+                    called,
+                    facts.hbone_dst.as_ref().map(ToString::to_string).or(dst),
+                )
             }
             Direction::Outbound => {
                 let original_dst = facts.original_dst.map(|dst| dst.to_string());
@@ -85,7 +89,7 @@ impl OfPod {
             src: flow.src,
             original_dst,
             actual_dst,
-            protocol: protocol(flow),
+            protocol: protocol(flow.open.as_ref().map(|open| open.security), facts),
         });
     }
 }
@@ -145,66 +149,59 @@ struct Pod {
 
 impl FlowView {
     fn open(flow: &Flow) -> Self {
-        Self::of(flow, "open", flow.elapsed().as_millis(), Flag::None, None)
+        Self::of(&flow.told(Flag::None, None), "open")
     }
 
-    fn ended(ended: &Ended) -> Self {
+    fn ended(ended: &Told) -> Self {
         let state = match ended.error {
             None => "complete",
             Some(_) => "failed",
         };
-        let duration = ended.duration.as_millis();
-        Self::of(&ended.flow, state, duration, ended.flag, ended.error.as_deref())
+        Self::of(ended, state)
     }
 
-    fn of(flow: &Flow, state: &'static str, millis: u128, flag: Flag, error: Option<&str>) -> Self {
-        let facts = &flow.facts;
-        let open = flow.open.as_ref();
+    fn of(told: &Told, state: &'static str) -> Self {
+        let facts = &told.facts;
         Self {
-            id: flow.id,
-            direction: flow.direction.as_str(),
-            started: milliseconds(flow.started),
-            duration_ms: u64::try_from(millis).unwrap_or(u64::MAX),
+            id: told.id,
+            direction: told.direction.as_str(),
+            started: milliseconds(told.started),
+            duration_ms: u64::try_from(told.duration.as_millis()).unwrap_or(u64::MAX),
             state,
-            security: open.map(|open| open.security_of(facts)),
+            security: told.security.map(|security| facts.security_of(security)),
             src: Source {
-                addr: flow.src,
+                addr: told.src,
                 party: (&facts.source).into(),
             },
             dst: Destination {
                 addr: facts.dst,
-                hbone_addr: facts.hbone_dst.clone(),
+                hbone_addr: facts.hbone_dst.as_ref().map(ToString::to_string),
                 service: facts
                     .service
                     .as_ref()
                     .map(|service| service.host.hostname.to_string()),
-                party: flow.destination().into(),
+                party: (&facts.destination).into(),
             },
             pod: Pod {
-                uid: flow.pod.uid.to_string(),
-                namespace: flow.pod.namespace.clone(),
-                name: flow.pod.name.clone(),
+                uid: told.pod.uid.to_string(),
+                namespace: told.pod.namespace.clone(),
+                name: told.pod.name.clone(),
             },
-            bytes_sent: open.map_or(0, |open| open.sent.bytes()),
-            bytes_received: open.map_or(0, |open| open.received.bytes()),
-            protocol: protocol(flow),
-            policy: flow.policy.get().map(ToString::to_string),
-            response_flags: flag.as_str(),
-            error: error.map(str::to_owned),
+            bytes_sent: told.bytes_sent,
+            bytes_received: told.bytes_received,
+            protocol: protocol(told.security, facts),
+            policy: told.policy.as_ref().map(ToString::to_string),
+            response_flags: told.flag.as_str(),
+            error: told.error.as_deref().map(str::to_owned),
         }
     }
 }
 
-fn is_secure(flow: &Flow) -> bool {
-    let open = flow.open.as_ref();
-    open.is_some_and(|open| open.security == Security::MutualTls)
-}
-
-fn protocol(flow: &Flow) -> &'static str {
-    match (is_secure(flow), flow.facts.nested) {
-        (true, true) => "DOUBLEHBONE",
-        (true, false) => "HBONE",
-        (false, _) => "TCP",
+fn protocol(security: Option<Security>, facts: &Facts) -> &'static str {
+    match (security, facts.nested) {
+        (Some(Security::MutualTls), true) => "DOUBLEHBONE",
+        (Some(Security::MutualTls), false) => "HBONE",
+        _ => "TCP",
     }
 }
 

@@ -207,8 +207,8 @@ impl Connection {
 pub(crate) struct Stream {
     pub(crate) source: H2Source,
     pub(crate) sink: H2Sink,
-    /// Those of the answer.
-    pub(crate) headers: HeaderMap,
+    /// Those of the answer, if it has any, until somebody takes them: they would be a third of what is held of an idle stream.
+    pub(crate) headers: Option<Box<HeaderMap>>,
     lease: Lease,
 }
 
@@ -259,7 +259,7 @@ impl Lease {
         Ok(Stream {
             source: H2Source(body),
             sink: H2Sink::new(sink),
-            headers: answer.headers,
+            headers: (!answer.headers.is_empty()).then(|| Box::new(answer.headers)),
             lease: self,
         })
     }

@@ -221,7 +221,7 @@ async fn headers_arrive_with_the_request_and_with_the_answer() {
         .headers_mut()
         .insert("baggage", "service.name=web".parse().unwrap());
     let stream = world.pool.open(&key(), &request, || world.dial()).await.unwrap();
-    assert_eq!(stream.headers["baggage"], "service.name=web");
+    assert_eq!(stream.headers.unwrap()["baggage"], "service.name=web");
 }
 
 #[tokio::test]
