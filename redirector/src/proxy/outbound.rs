@@ -432,6 +432,18 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_connection_takes_a_kilobyte_while_it_is_open() {
+        // Thousands are idle at a time. An async fn that takes another's future by value holds it twice: pin it, or box what ends before.
+        let bytes = size_of_task(connection);
+        assert!(bytes <= 1_024, "{bytes} bytes");
+    }
+
+    /// Of what a function that is started for each of them leaves to run.
+    fn size_of_task<A, B, C, F: Future>(_: fn(A, B, C) -> F) -> usize {
+        size_of::<F>()
+    }
+
+    #[test]
     fn the_request_has_an_authority_and_nothing_that_connect_forbids() {
         for (authority, text) in [
             ("10.1.2.3:8080", "10.1.2.3:8080"),
