@@ -57,6 +57,9 @@ pub(crate) const TESTS: &[Program] = &[
     ("wrk", "wrk"),
 ];
 
+/// What an image takes from the machine that builds it: the roots of public authorities.
+pub(crate) const IMAGE: &[Program] = &[("/etc/ssl/certs/ca-certificates.crt", "ca-certificates")];
+
 /// What tests on other kernels run: fetching them, and making and emulating a machine.
 pub(crate) const KERNELS: &[Program] = &[
     ("qemu-system-x86_64", "qemu-system-x86"),

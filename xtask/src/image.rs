@@ -5,7 +5,7 @@
 //! takes no other toolchain. So the image needs no library, and the plugin runs on the node whatever library that has.
 
 use std::{
-    fs,
+    fs, io,
     os::unix::fs::symlink,
     path::{Path, PathBuf},
     process::Command,
@@ -38,7 +38,10 @@ pub(crate) fn run(way: Option<Way>) -> Result<()> {
     let files = directory.join("files");
     lay_out_programs(&object, &files)?;
     let name = format!("redirector:{}", env!("CARGO_PKG_VERSION"));
-    let buildah = Buildah(directory.clone());
+    let archive = directory.join(format!("redirector-{}.tar", env!("CARGO_PKG_VERSION")));
+    // Whatever happens from here on: what lies there was tried.
+    remove(&archive)?;
+    let buildah = Buildah::new(&directory)?;
     let step = Step::start(format!("image {name}"));
     let context = empty(&directory.join("context"))?;
     let mut build = buildah.command("build");
@@ -51,16 +54,17 @@ pub(crate) fn run(way: Option<Way>) -> Result<()> {
         .args(["--file", "deploy/Containerfile"])
         .arg(context);
     process::run(&mut build)?;
-    let archive = directory.join(format!("redirector-{}.tar", env!("CARGO_PKG_VERSION")));
-    if archive.exists() {
-        fs::remove_file(&archive)?;
-    }
-    let target = format!("docker-archive:{}:{name}", archive.display());
-    process::run(buildah.command("push").args(["--quiet", &name, &target]))?;
-    let sbom = archive.with_extension("cdx.json");
-    sbom::write(&sbom)?;
     step.done();
     try_out(&buildah, &name, &object)?;
+    let step = Step::start(archive.display().to_string());
+    let sbom = archive.with_extension("cdx.json");
+    sbom::write(&sbom)?;
+    let partial = archive.with_extension("partial");
+    remove(&partial)?;
+    let target = format!("docker-archive:{}:{name}", partial.display());
+    process::run(buildah.command("push").args(["--quiet", &name, &target]))?;
+    fs::rename(&partial, &archive).with_context(|| format!("naming {}", archive.display()))?;
+    step.done();
     let megabytes = |path: &Path| -> Result<f64> { Ok(fs::metadata(path)?.len() as f64 / 1e6) };
     for program in PROGRAMS {
         let path = files.join("image/usr/local/bin").join(program);
@@ -79,6 +83,7 @@ pub(crate) fn lay_out(way: Option<Way>, directory: &Path) -> Result<()> {
 
 /// Makes `directory/image` anew.
 fn lay_out_programs(object: &Path, directory: &Path) -> Result<()> {
+    apt::require(apt::IMAGE)?;
     let programs = build::static_programs(object)?;
     let image = empty(&directory.join("image"))?;
     for made in ["usr/local/bin", "etc/ssl/certs", "run", "var", "tmp"] {
@@ -93,9 +98,7 @@ fn lay_out_programs(object: &Path, directory: &Path) -> Result<()> {
     symlink("/run", image.join("var/run"))?;
     fs::write(image.join("etc/nsswitch.conf"), NSSWITCH)?;
     let roots = Path::new("/").join(ROOTS);
-    if roots.exists() {
-        fs::copy(roots, image.join(ROOTS))?;
-    }
+    fs::copy(&roots, image.join(ROOTS)).with_context(|| format!("copying {}", roots.display()))?;
     Ok(())
 }
 
@@ -108,10 +111,45 @@ fn empty(path: &Path) -> Result<PathBuf> {
     Ok(path.to_owned())
 }
 
-/// buildah, with all that it keeps in a directory of ours.
+/// Removes a file, which need not be there.
+fn remove(file: &Path) -> Result<()> {
+    match fs::remove_file(file) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            Err(error).with_context(|| format!("removing {}", file.display()))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// buildah, with all that it keeps in a directory of ours, which goes with it.
 struct Buildah(PathBuf);
 
+impl Drop for Buildah {
+    fn drop(&mut self) {
+        let _ = process::output(self.command("rm").arg("--all"));
+        for kept in Self::KEPT {
+            let kept = self.0.join(kept);
+            if let Err(error) = fs::remove_dir_all(&kept)
+                && error.kind() != io::ErrorKind::NotFound
+            {
+                eprintln!("removing {}: {error}", kept.display());
+            }
+        }
+    }
+}
+
 impl Buildah {
+    /// What it makes in its directory.
+    const KEPT: [&str; 2] = ["storage", "runroot"];
+
+    /// In `directory`, where an earlier run that was killed may have left its own.
+    fn new(directory: &Path) -> Result<Self> {
+        for kept in Self::KEPT {
+            empty(&directory.join(kept))?;
+        }
+        Ok(Self(directory.to_owned()))
+    }
+
     fn command(&self, subcommand: &str) -> Command {
         let mut command = process::command("buildah");
         // Without overlayfs and user namespaces, which are not everywhere.
